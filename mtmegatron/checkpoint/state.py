@@ -1,0 +1,134 @@
+"""What of a run is saved, and how its parts become rectangles of global tensors.
+
+Notable:
+- A rank writes its shard of each bucket, whatever the ZeRO stage: a run of elements of a parameter's local part, which is at most a few
+  rectangles of the global tensor (see `rectangle.py`). Every element is written by exactly one rank, nothing is gathered.
+- Only masters and moments are saved; 16-bit weights are rounded from the masters after loading, so they can never disagree.
+- Loading asks for the rectangles that this rank owns under its own layout, and reads nothing else.
+- Randomness needs no state: first weights come from (seed, name), data from (seed, step).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from mtmegatron.checkpoint.folder import Folder
+from mtmegatron.checkpoint.rectangle import Rectangle, dtype_name, flat_rectangles
+from mtmegatron.checkpoint.store import CheckpointError, Store, write_manifest, write_shard
+from mtmegatron.errors import UserError
+from mtmegatron.mesh import Mesh
+from mtmegatron.optim.adamw import AdamW, State
+from mtmegatron.parallel.data import Item
+
+KINDS = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+
+
+def save(folder: Folder, step: int, optimizer: AdamW, mesh: Mesh, extra: dict) -> None:
+    """Writes the state after `step` steps; when it returns the checkpoint exists on all ranks' word.
+
+    `extra` goes into the manifest. Raises UserError on every rank when any rank could not write; earlier checkpoints stay."""
+    if mesh.rank == 0:
+        outcome = _attempt(lambda: folder.begin(step))
+        _agree(mesh, outcome)
+    else:
+        _agree(mesh, None)
+    outcome = _attempt(lambda: write_shard(folder.writing(step), mesh.rank, _pieces(optimizer, mesh)))
+    parts = _agree(mesh, outcome)
+    extra = extra | {"step": step, "updates": optimizer.updates}
+
+    def publish() -> None:
+        write_manifest(folder.writing(step), parts, extra)
+        folder.publish(step)
+
+    _agree(mesh, _attempt(publish) if mesh.rank == 0 else None)
+
+
+def load(store: Store, optimizer: AdamW, mesh: Mesh, *, moments: bool = True) -> None:
+    """Fills masters (and moments) of this rank and publishes the weights.
+
+    Raises CheckpointError when the checkpoint is of another architecture (which keys and shapes differ) or damaged."""
+    check_architecture(store, optimizer)
+    for state in optimizer.states:
+        for item, local, owned in _owned_items(state):
+            for kind, tensor in KINDS.items():
+                if kind == "weight" or moments:
+                    _fill(store, f"{kind}/{item.name}", item, local, state.tensors[tensor][owned], mesh)
+    optimizer.updates = store.extra["updates"] if moments else 0
+    optimizer.publish()
+
+
+def load_weights(store: Store, model: torch.nn.Module, mesh: Mesh) -> None:
+    """Fills the parameters of a model that has no optimizer."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            offset, size = param.placement.offset_and_size(mesh.layout, mesh.rank)
+            param.copy_(store.read(f"weight/{name}", offset, size))
+
+
+def check_architecture(store: Store, optimizer: AdamW) -> None:
+    """Compares this rank's parameters with the tensors of a checkpoint."""
+    there = {name.removeprefix("weight/"): store.shape(name) for name in store.names if name.startswith("weight/")}
+    here = {item.name: item.param.placement.shape for state in optimizer.states for item in state.bucket.items}
+    lines = [f"{name}: not in the checkpoint" for name in here if name not in there]
+    lines += [f"{name}: shape {tuple(there[name])} in the checkpoint, {shape} in this model" for name, shape in here.items()
+              if name in there and tuple(there[name]) != tuple(shape)]  # fmt: skip
+    if lines:
+        more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
+        raise CheckpointError(f"{store.folder} is of another architecture:\n  " + "\n  ".join(lines[:10]) + more)
+
+
+def _pieces(optimizer: AdamW, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    """The rectangles that this rank writes."""
+    for state in optimizer.states:
+        if not state.bucket.counted:
+            continue
+        for item, local, owned in _owned_items(state, state.bucket.shard):
+            for kind, tensor in KINDS.items():
+                yield from _cut(f"{kind}/{item.name}", item, local, state.tensors[tensor][owned], mesh)
+
+
+def _owned_items(state: State, within: slice | None = None) -> Iterator[tuple[Item, slice, slice]]:
+    """Parameters that overlap the owned elements: (item, range in the parameter's local part, range in the state's tensors)."""
+    region = within or state.owned
+    for item in state.bucket.items:
+        start, stop = max(item.start, region.start), min(item.stop, region.stop)
+        if start < stop:
+            yield item, slice(start - item.start, stop - item.start), slice(start - state.owned.start, stop - state.owned.start)
+
+
+def _cut(name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    placement, position = item.param.placement, 0
+    origin, _ = placement.offset_and_size(mesh.layout, mesh.rank)
+    for box in flat_rectangles(tuple(item.param.shape), local.start, local.stop):
+        count = torch.Size(box.size).numel()
+        offset = tuple(o + b for o, b in zip(origin, box.offset))
+        rectangle = Rectangle(name, placement.shape, dtype_name(values.dtype), offset, box.size)
+        yield rectangle, values[position : position + count].view(box.size)
+        position += count
+
+
+def _fill(store: Store, name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> None:
+    for rectangle, target in _cut(name, item, local, values, mesh):
+        target.copy_(store.read(name, rectangle.offset, rectangle.size))
+
+
+def _attempt(work) -> object:
+    """The result of work, or the UserError that it raised."""
+    try:
+        return work()
+    except UserError as error:
+        return error
+
+
+def _agree(mesh: Mesh, outcome: object) -> list:
+    """Every rank's outcome; raises on all ranks when one failed."""
+    if mesh.layout.world == 1:
+        outcomes = [outcome]
+    else:
+        outcomes = [None] * mesh.layout.world
+        dist.all_gather_object(outcomes, outcome, group=mesh.world.group)
+    errors = [o for o in outcomes if isinstance(o, UserError)]
+    if errors:
+        raise errors[0]
+    return outcomes

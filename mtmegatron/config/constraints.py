@@ -1,0 +1,153 @@
+"""What does not fit together, as one table: each rule yields lines `fact: reason: repair`. Checked before any process group exists.
+
+Notable: every rule runs, so a user sees all faults at once; `resolve` fills what the configuration leaves open (degrees from the number of
+processes, defaults that depend on other values) and is the only place that does.
+"""
+
+from collections.abc import Iterator
+from math import gcd
+
+from mtmegatron.config.schema import Config, ModelConfig
+from mtmegatron.errors import UserError
+from mtmegatron.layout import Layout
+
+
+def divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
+
+
+def one_of(values: list[int]) -> str:
+    head = [str(v) for v in values]
+    if len(head) > 8:
+        head = head[:7] + ["..", head[-1]]
+        return ", ".join(head)
+    return head[0] if len(head) == 1 else f"{', '.join(head[:-1])} or {head[-1]}"
+
+
+def resolve(config: Config, world: int | None = None) -> Config:
+    """Fills defaults that depend on other values; `world` (number of processes) gives the data degree."""
+    model, parallel = config.model, config.parallel
+    width = {
+        "kv_heads": model.kv_heads or model.heads,
+        "head_size": model.head_size or max(model.width // model.heads, 1),
+        "ffn": model.ffn or 4 * model.width,
+        "max_positions": model.max_positions or config.data.sequence,
+    }
+    others = parallel.tensor * parallel.pipeline
+    degrees = {
+        "sequence": parallel.sequence if parallel.sequence is not None else parallel.tensor > 1,
+        "data": parallel.data or max((world or others) // others, 1),
+    }
+    return config.model_copy(update={"model": model.model_copy(update=width), "parallel": parallel.model_copy(update=degrees)})
+
+
+def check(config: Config, world: int) -> Config:
+    """The resolved configuration for `world` processes; UserError lists all that does not fit."""
+    found = list(faults(config, world))
+    if found:
+        raise UserError(f"{len(found)} fault{'s' * (len(found) > 1)} in the configuration\n" + "\n".join(f"  {line}" for line in found))
+    return resolve(config, world)
+
+
+def faults(config: Config, world: int) -> Iterator[str]:
+    """One line per fault, each with its repair."""
+    resolved = resolve(config, world)
+    for rule in (_model, _world, _heads, _layers, _tokens, _batch, _training):
+        yield from rule(config, resolved, world)
+
+
+def _model(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    model = config.model
+    if model.head_size is None and model.width % model.heads:
+        yield f"`model.heads: {model.heads}` does not divide `model.width: {model.width}`: use {one_of(divisors(model.width))}, or give model.head_size"
+    kv = resolved.model.kv_heads
+    if model.heads % kv:
+        yield f"`model.kv_heads: {kv}` does not divide `model.heads: {model.heads}`: use {one_of(divisors(model.heads))}"
+    if model.positions == "learned" and (config.data.sequence > resolved.model.max_positions):
+        yield f"`data.sequence: {config.data.sequence}` is longer than `model.max_positions: {model.max_positions}`: shorten the sequence or enlarge the table"
+    if model.positions == "learned" and (model.rope_scaling or model.rope_fraction != 1.0):
+        yield "`model.rope_*` has no effect with `model.positions: learned`: remove it"
+    rotated = int(resolved.model.head_size * model.rope_fraction)
+    if model.positions == "rotary" and rotated % 2:
+        yield f"rotary positions turn {rotated} channels of a head, an odd number: change model.head_size or model.rope_fraction"
+
+
+def _world(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    p = config.parallel
+    product = p.tensor * p.pipeline * (p.data or 1)
+    equation = f"`parallel.tensor: {p.tensor}` x `pipeline: {p.pipeline}`" + (f" x `data: {p.data}`" if p.data else "")
+    if p.data and product != world:
+        yield f"{equation} is {product}, but there are {world} processes: start {product} (--nproc {product}), or leave out parallel.data"
+    elif not p.data and world % product:
+        near = max(world // product, 1) * product
+        yield f"{equation} is {product}, which does not divide the {world} processes: start {near} or {near + product}"
+    if p.sequence and p.tensor == 1:
+        yield "`parallel.sequence: true` needs `parallel.tensor` of 2 or more: there is nobody to share the tokens with"
+
+
+def _heads(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    t, model = config.parallel.tensor, resolved.model
+    if model.heads % t:
+        yield f"`parallel.tensor: {t}` does not divide `model.heads: {model.heads}`: use {one_of(divisors(model.heads))}"
+    elif model.kv_heads % t and t % model.kv_heads:
+        fit = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
+        yield f"`parallel.tensor: {t}` and `model.kv_heads: {model.kv_heads}`: one must divide the other: use tensor {one_of(fit)}"
+    for name, size in (("ffn", model.ffn), ("vocab", model.vocab)):
+        if size is not None and size < t:
+            yield f"`parallel.tensor: {t}` is more than `model.{name}: {size}`: use at most {size}"
+
+
+def _layers(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    p, layers = config.parallel, config.model.layers
+    if p.pipeline_layers is not None and len(p.pipeline_layers) != p.pipeline:
+        yield f"`parallel.pipeline_layers` names {len(p.pipeline_layers)} stages, `parallel.pipeline` {p.pipeline}: give one number per stage"
+    if p.pipeline_layers is not None and sum(p.pipeline_layers) != layers:
+        yield f"`parallel.pipeline_layers` adds up to {sum(p.pipeline_layers)} layers, `model.layers` is {layers}: make them equal"
+    if p.pipeline > layers + 2:
+        yield f"`parallel.pipeline: {p.pipeline}` leaves stages with nothing to do: use at most {layers + 2} (layers, embedding, head)"
+
+
+def _tokens(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    t, sequence, micro = config.parallel.tensor, config.data.sequence, config.train.micro_batch
+    if resolved.parallel.sequence and t > 1 and sequence * micro % t:
+        step = t // gcd(t, micro)
+        near = max(sequence // step, 1) * step
+        yield (
+            f"`parallel.tensor: {t}` does not divide the {sequence * micro} tokens of a micro-batch (`data.sequence: {sequence}` x "
+            f"`train.micro_batch: {micro}`): use data.sequence {near} or {near + step}, or parallel.sequence: false"
+        )
+
+
+def _batch(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    train, data = config.train, resolved.parallel.data
+    unit = train.micro_batch * data
+    if train.global_batch % unit:
+        near = max(train.global_batch // unit, 1) * unit
+        yield (
+            f"`train.global_batch: {train.global_batch}` is not a multiple of `train.micro_batch: {train.micro_batch}` x data ranks {data}: "
+            f"use {near} or {near + unit}"
+        )
+
+
+def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    o, train, data = config.optimizer, config.train, config.data
+    length = o.decay_length or (train.steps if o.unit == "steps" else train.steps * train.global_batch)
+    if o.warmup > length:
+        yield f"`optimizer.warmup: {o.warmup}` {o.unit} is longer than the decay of {length}: shorten it"
+    if o.decay == "constant" and o.decay_length:
+        yield "`optimizer.decay_length` has no effect with `optimizer.decay: constant`: remove it"
+    if o.min_lr > o.lr:
+        yield f"`optimizer.min_lr: {o.min_lr}` is above `optimizer.lr: {o.lr}`: swap them or lower it"
+    if abs(sum(data.split) - 1.0) > 1e-6:
+        yield f"`data.split` adds up to {sum(data.split):g}: make it 1"
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of a resolved configuration."""
+    p = config.parallel
+    return Layout(p.tensor, 1, p.data, p.pipeline, p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor))
+
+
+def gated(model: ModelConfig) -> bool:
+    """Whether the feed-forward layer has a gate."""
+    return "glu" in model.activation

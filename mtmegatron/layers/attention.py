@@ -1,0 +1,98 @@
+"""Multi-head and grouped-query attention, heads split over the tensor axis.
+
+Notable: the only layer that looks at sequences. What it needs to know of them comes in one `Where`: document bounds, rotary tables, and in
+generation the cache of earlier keys and values.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mtmegatron.batch import Bounds
+from mtmegatron.config.schema import ModelConfig
+from mtmegatron.layers.build import Build
+from mtmegatron.layers.linear import Linear, project
+from mtmegatron.ops.attention import attention, attention_cached
+from mtmegatron.ops.rope import rope, rope_table
+
+
+@dataclass
+class Cache:
+    """Keys and values of the sequences being generated: one tensor pair per layer and sequence, grown along dim 0."""
+
+    entries: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence so far."""
+        return max((k.shape[0] for entry in self.entries.values() for k, _ in entry), default=0)
+
+    def extend(self, layer: int, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
+        """Adds this step's keys and values of each sequence; returns all of them end to end, and the lengths."""
+        new = list(zip(key.split(list(lengths)), value.split(list(lengths))))
+        old = self.entries.get(layer)
+        if old is not None:
+            new = [(torch.cat((k0, k)), torch.cat((v0, v))) for (k0, v0), (k, v) in zip(old, new)]
+        self.entries[layer] = new
+        return torch.cat([k for k, _ in new]), torch.cat([v for _, v in new]), [k.shape[0] for k, _ in new]
+
+
+@dataclass
+class Where:
+    """Where the tokens of a micro-batch stand: document bounds, rotary (cos, sin) [T, R/2] or None, cache of a generation or None."""
+
+    bounds: Bounds
+    rotary: tuple[Tensor, Tensor] | None = None
+    cache: Cache | None = None
+
+
+class Rotary(nn.Module):
+    """Table of rotary angles, looked up by position and grown on demand."""
+
+    def __init__(self, model: ModelConfig, dtype: torch.dtype):
+        super().__init__()
+        self.size = int(model.head_size * model.rope_fraction)
+        self.base, self.scaling = model.rope_base, model.rope_scaling
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [T, R/2] of positions below `end`."""
+        if self.table is None or self.table[0].shape[0] < end:
+            rows = torch.arange(2 * end, device=positions.device)
+            self.table = rope_table(rows, self.size, self.base, self.dtype, self.scaling)
+        return self.table[0].index_select(0, positions), self.table[1].index_select(0, positions)
+
+
+class Attention(nn.Module):
+    """Causal attention: Y = concat_heads(softmax(Q Kᵀ / sqrt(H)) V) W_outᵀ.
+
+    Each tensor rank holds N / t query heads and K / t key/value heads; with K < t a key/value head is held by t / K ranks, whose gradients of it
+    add up. Shapes: [T', D] -> [T', D]."""
+
+    def __init__(self, model: ModelConfig, layer: int, build: Build, out_std: float):
+        super().__init__()
+        self.layer, self.head_size = layer, model.head_size
+        self.heads = model.heads // build.tensor.size
+        self.kv_heads = model.kv_heads // build.layout.key_value if build.layout.key_value else model.kv_heads // build.tensor.size
+        std, bias, width, size = model.init_std, model.bias_qkv, model.width, model.head_size
+        self.query = Linear(width, model.heads * size, build, split="columns", bias=bias, std=std)
+        self.key = Linear(width, model.kv_heads * size, build, split="columns", bias=bias, std=std, axis="key_value")
+        self.value = Linear(width, model.kv_heads * size, build, split="columns", bias=bias, std=std, axis="key_value")
+        self.out = Linear(model.heads * size, width, build, split="rows", bias=model.bias_attention_out, std=out_std)
+
+    def forward(self, x: Tensor, where: Where) -> Tensor:
+        heads = project(x, self.query, self.key, self.value).unflatten(1, (-1, self.head_size))
+        turned, value = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if where.rotary is not None:
+            turned = rope(turned, *where.rotary)
+        query, key = turned.split([self.heads, self.kv_heads], dim=1)
+        return self.out(self._attend(query, key, value, where).flatten(1))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
+        if where.cache is None:
+            return attention(query, key, value, where.bounds)
+        lengths = where.bounds.lengths
+        key, value, key_lengths = where.cache.extend(self.layer, key, value, lengths)
+        return attention_cached(query, key, value, list(lengths), key_lengths)

@@ -1,0 +1,24 @@
+"""The feed-forward layer: columns in, rows out, with or without a gate."""
+
+from torch import Tensor, nn
+
+from mtmegatron.config.schema import ModelConfig
+from mtmegatron.layers.build import Build
+from mtmegatron.layers.linear import Linear, project
+from mtmegatron.ops.activation import ACTIVATIONS
+
+
+class MLP(nn.Module):
+    """Y = act(X W_upᵀ) W_downᵀ, or act(X W_gateᵀ, X W_upᵀ) W_downᵀ. Shapes: [T', D] -> [T', D]."""
+
+    def __init__(self, model: ModelConfig, build: Build, out_std: float):
+        super().__init__()
+        self.activation, gated = ACTIVATIONS[model.activation]
+        width, ffn, bias, std = model.width, model.ffn, model.bias_mlp, model.init_std
+        self.gate = Linear(width, ffn, build, split="columns", bias=bias, std=std) if gated else None
+        self.up = Linear(width, ffn, build, split="columns", bias=bias, std=std)
+        self.down = Linear(ffn, width, build, split="rows", bias=bias, std=out_std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = project(x, self.gate, self.up) if self.gate is not None else self.up(x)
+        return self.down(self.activation(inner))

@@ -1,0 +1,22 @@
+"""Normalisation layers: parameters around the operators of `ops/norm.py`."""
+
+from torch import Tensor, nn
+
+from mtmegatron.layers.build import Build
+from mtmegatron.ops.norm import layer_norm, rms_norm
+from mtmegatron.placement import Init
+
+
+class Norm(nn.Module):
+    """RMSNorm, or LayerNorm with bias, over the width. Shapes: [T', D] -> [T', D]."""
+
+    def __init__(self, kind: str, width: int, eps: float, build: Build):
+        super().__init__()
+        self.eps = eps
+        self.weight = build.parameter((width,), Init(constant=1.0), False, (), build.token_axes)
+        self.bias = build.parameter((width,), Init(), False, (), build.token_axes) if kind == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return rms_norm(x, self.weight, self.eps)
+        return layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,154 @@
+"""The process groups of a layout, as axis objects with a size, a rank and collectives. One object, passed to whoever communicates.
+
+Notable:
+- an axis of size 1 has no group and its collectives return their input: serial code is parallel code with sizes 1;
+- where the backend leaves the order of a sum open (Gloo), a reduce-scatter is an all-to-all and a sum in rank order, in fp32 for 16-bit
+  inputs: deterministic, independent of how tensors are packed into buckets, and faster than Gloo's own;
+- all groups are made at once, in one order on all ranks, by their members alone;
+- `Mesh(layout, rank)` without processes serves to build and describe any rank of any layout alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mtmegatron.layout import Layout
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# every set of axes that something communicates over; made in this order on every rank
+GROUPS = (
+    ("tensor",), ("context",), ("data",), ("pipeline",), ("data", "context"), ("data", "context", "tensor"),
+    ("data", "context", "key_value_copies"), ("data", "context", "ends"), ("data", "context", "tensor", "pipeline"),
+)  # fmt: skip
+# torch 2.13 renamed two collectives; the names before work from 2.11 on
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SMALL = 1 << 15  # elements below which a sum is gathered whole rather than scattered: latency decides there
+
+
+@dataclass
+class Pending:
+    """A collective under way; `wait` returns its result. The work holds its buffers until then."""
+
+    work: dist.Work | None
+    finish: Callable[[], torch.Tensor]
+
+    def wait(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.finish()
+
+
+class Axis:
+    """One axis, or a product of axes, as one rank sees it.
+
+    `ranks`: global ranks along it, ascending; `rank`: this rank's place among them. Collectives need equal sizes on all ranks and
+    contiguous tensors; they work along dim 0.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool):
+        self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
+        self.group, self._ordered = group, ordered_sum
+
+    def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Sum, max or min over the axis, in place; the same bits on every rank."""
+        if self.size == 1:
+            return x
+        assert x.is_contiguous(), "an all-reduce of a view would be lost"
+        if op != "sum" or not self._ordered or not x.is_floating_point():
+            dist.all_reduce(x, OPERATIONS[op], group=self.group)
+            return x
+        if x.numel() < SMALL or x.numel() % self.size:
+            parts = self.all_gather(x.reshape(1, -1))
+            return x.copy_(_ordered_sum(parts).view_as(x))
+        flat = x.view(-1)
+        return self.all_gather(self.reduce_scatter(flat), out=flat).view_as(x)
+
+    def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The parts of all ranks, end to end along dim 0."""
+        return self.start_all_gather(x, out).wait()
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part along dim 0 of the sum over the axis."""
+        return self.start_reduce_scatter(x).wait()
+
+    def start_all_reduce(self, x: torch.Tensor) -> Pending:
+        """Sum over the axis, in place once waited for."""
+        if self.size == 1 or self._ordered and (x.numel() < SMALL or x.numel() % self.size):
+            return Pending(None, lambda: self.all_reduce(x))
+        assert x.is_contiguous(), "an all-reduce of a view would be lost"
+        if not self._ordered:
+            return Pending(dist.all_reduce(x, group=self.group, async_op=True), lambda: x)
+        scattered = self.start_reduce_scatter(x.view(-1))
+        return Pending(None, lambda: self.all_gather(scattered.wait(), out=x.view(-1)).view_as(x))
+
+    def start_all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
+        if self.size == 1:
+            return Pending(None, lambda: x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
+        x = x.contiguous()
+        result = x.new_empty(x.shape[0] * self.size, *x.shape[1:]) if out is None else out
+        work = _all_gather(result, x, group=self.group, async_op=True)
+        return Pending(work, lambda: result)
+
+    def start_reduce_scatter(self, x: torch.Tensor) -> Pending:
+        if self.size == 1:
+            return Pending(None, lambda: x)
+        x = x.contiguous()
+        if not self._ordered:
+            result = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
+            return Pending(_reduce_scatter(result, x, group=self.group, async_op=True), lambda: result)
+        parts = torch.empty_like(x)
+        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
+        return Pending(work, lambda: _ordered_sum(parts.view(self.size, -1)).view(-1, *x.shape[1:]))
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}, {self.rank} of {self.size})"
+
+
+def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
+    """Sum over dim 0 in index order; 16-bit inputs are summed in fp32 and rounded once."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    total = torch.add(parts[0].to(wide), parts[1].to(wide))
+    for part in parts[2:]:
+        total += part
+    return total.to(parts.dtype)
+
+
+def _group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup:
+    return dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+class Mesh:
+    """All axes of this rank. `mesh["tensor"]`, `mesh["data", "context"]`."""
+
+    def __init__(self, layout: Layout, rank: int = 0, device: torch.device | str = "cpu", *, ordered_sum: bool = True, connect: bool = False):
+        assert not connect or dist.get_world_size() == layout.world, f"{layout} is not for {dist.get_world_size()} processes"
+        self.layout, self.rank, self.device = layout, rank, torch.device(device)
+        self._axes: dict[tuple[str, ...], Axis] = {}
+        # one group for one set of ranks: torch names a group by its ranks, and a second of the same name reads the first one's addresses
+        made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        for names in GROUPS:
+            ranks = layout.group(rank, names) if self._present(names) else (rank,)
+            if ranks not in made:
+                made[ranks] = _group(ranks, layout.world) if connect and len(ranks) > 1 else None
+            self._axes[names] = Axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum)
+
+    def _present(self, names: tuple[str, ...]) -> bool:
+        """`ends` exists on the first and the last stage alone."""
+        stage = self.layout.coordinate(self.rank, "pipeline")
+        return "ends" not in names or stage in (0, self.layout.pipeline - 1)
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        return self._axes[(names,) if isinstance(names, str) else names]
+
+    @property
+    def world(self) -> Axis:
+        return self["data", "context", "tensor", "pipeline"]
+
+    def coordinate(self, axis: str) -> int:
+        return self.layout.coordinate(self.rank, axis)
+
+    def __repr__(self) -> str:
+        return f"Mesh(rank {self.rank} of {self.layout.world}: {self.layout.describe()})"

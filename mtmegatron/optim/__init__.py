@@ -1,0 +1,1 @@
+"""Optimizers on flat shards, learning-rate schedules, clipping."""

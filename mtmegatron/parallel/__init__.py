@@ -1,0 +1,1 @@
+"""The parallelisms: tensor, sequence, pipeline, data, context, expert; one subject per file."""

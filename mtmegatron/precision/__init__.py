@@ -1,0 +1,1 @@
+"""How numbers are held and multiplied: types of weights, gradients and optimizer state (`types`), matrix products (`gemm`)."""

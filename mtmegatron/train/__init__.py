@@ -1,0 +1,1 @@
+"""Training: the step (`engine`), the loop, metrics, and what guards them."""

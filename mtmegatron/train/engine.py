@@ -1,0 +1,186 @@
+"""One optimizer step on this rank: a list of micro-batches in, updated weights and a few numbers out.
+
+Notable, in the order in which it happens: the valid tokens of the global batch are counted before the first forward, so each micro-batch's loss is
+divided by the right number at once; the schedule's actions run; gradients are reduced while the last backward runs; one sum over all ranks
+carries loss and squared norm; the clip factor and the update follow. A step whose loss or norm is not finite changes nothing, and is run once
+more with eyes open to tell where the first such number appears.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mtmegatron.batch import IGNORE, Batch
+from mtmegatron.config.schema import Config
+from mtmegatron.layers.build import Build
+from mtmegatron.mesh import Mesh
+from mtmegatron.models.decoder import Decoder
+from mtmegatron.models.size import split_layers
+from mtmegatron.optim.adamw import AdamW
+from mtmegatron.optim.schedule import learning_rate
+from mtmegatron.parallel.data import Buckets
+from mtmegatron.parallel.pipeline.run import Run
+from mtmegatron.parallel.pipeline.schedule import Action, schedule
+from mtmegatron.placement import initialise
+from mtmegatron.precision.gemm import Gemm
+from mtmegatron.precision.types import TYPES
+
+
+@dataclass
+class StepResult:
+    """What a step tells: token-mean loss of the global batch (z term apart), gradient norm before clipping, learning rate, valid tokens.
+
+    `fault`: empty, or why the step changed nothing."""
+
+    loss: float
+    z_loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    fault: str = ""
+
+
+@dataclass
+class Engine:
+    """The model part, buckets and optimizer of one rank."""
+
+    config: Config
+    mesh: Mesh
+    native_bf16: bool = True
+    model: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        config, mesh = self.config, self.mesh
+        self.types = TYPES[config.train.precision]
+        self.build = Build(mesh, self.types.compute, Gemm(self.native_bf16))
+        self.stage, stages = mesh.coordinate("pipeline"), config.parallel.pipeline
+        self.layers = split_layers(config.model, stages, config.data.sequence, config.parallel.pipeline_layers)[self.stage]
+        self.first, self.last = self.stage == 0, self.stage == stages - 1
+        with torch.device(mesh.device):
+            self.model = Decoder(config, self.build, self.layers, self.first, self.last)
+        initialise(self.model, mesh.layout, mesh.rank, config.train.seed)
+        p = config.parallel
+        self.buckets = Buckets(self.model, mesh, self.types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
+        self.optimizer = AdamW(config.optimizer, self.buckets, self.types)
+
+    def step(self, batches: list[Batch], step: int) -> StepResult:
+        """Forward, backward and update with the micro-batches of this data rank."""
+        lr = learning_rate(self.config.optimizer, self.config.train, step)
+        tokens = self.count_tokens(batches)
+        loss, z_loss, norm = self.gradients(batches, tokens)
+        result = StepResult(loss, z_loss, norm, lr, tokens, self._fault(loss, norm, tokens))
+        if not result.fault:
+            clip = self.config.optimizer.clip
+            self.optimizer.step(lr, clip / norm if clip and norm > clip else 1.0)
+        return result
+
+    def gradients(self, batches: list[Batch], tokens: int) -> tuple[float, float, float]:
+        """Reduced gradients of one global batch in the buckets; returns (loss, z term, gradient norm)."""
+        self.buckets.start()
+        stages = _Training(self, batches, 1.0 / max(tokens, 1))
+        self._run(stages, training=True)
+        self.model.unit_done = None
+        self.buckets.finish()
+        wide = torch.promote_types(self.types.gradient, torch.float32)
+        numbers = torch.stack([*(x.to(wide) for x in stages.sums()), self.buckets.squared_norm().to(wide)])
+        loss, z_loss, squared = self.mesh.world.all_reduce(numbers).tolist()
+        return loss / max(tokens, 1), z_loss / max(tokens, 1), math.sqrt(squared) if squared >= 0 else math.nan
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> tuple[float, int]:
+        """(summed cross entropy, valid tokens) of one global batch; nothing of the training state changes."""
+        tokens = self.count_tokens(batches)
+        stages = _Training(self, batches, 1.0)
+        self._run(stages, training=False)
+        loss, _ = self.mesh.world.all_reduce(torch.stack(stages.sums())).tolist()
+        return loss, tokens
+
+    def count_tokens(self, batches: list[Batch]) -> int:
+        """Valid labels of the global batch."""
+        own = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+        return int(self.mesh["data", "context"].all_reduce(torch.tensor([own], device=self.mesh.device)).item())
+
+    def _run(self, stages: "_Training", training: bool) -> None:
+        plan = schedule(self.config.parallel.schedule, self.config.parallel.pipeline, 1, len(stages.batches))
+        if not training:
+            plan = plan.forward_only(len(stages.batches))
+        Run(plan, stages, self.mesh["pipeline"], training).execute()
+
+    def _fault(self, loss: float, norm: float, tokens: int) -> str:
+        if not tokens:
+            return "no token of the global batch has a label"
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        return "" if math.isfinite(norm) else "the gradient is not finite"
+
+    def find_fault(self, batches: list[Batch], tokens: int) -> str:
+        """Runs a step again and tells the first value that is not finite: its stage, micro-batch, direction. Weights stay as they are."""
+        self.buckets.start()
+        stages = _Training(self, batches, 1.0 / max(tokens, 1), watch=True)
+        self._run(stages, training=True)
+        self.model.unit_done = None
+        self.buckets.finish()
+        seen = stages.first_fault()
+        reports = self.mesh.world.all_gather(torch.tensor([seen], dtype=torch.int64, device=self.mesh.device)).tolist()
+        stage = self.mesh.layout.axes["pipeline"]
+        found = [(kind, stage.coordinate(r) * (1 if kind == 0 else -1), m, r) for r, (kind, m) in enumerate(reports) if kind < 2]
+        if not found:
+            return "it did not occur again when the step was repeated: look at the hardware"
+        kind, _, micro_batch, rank = min(found)
+        return f"it first appears in the {('forward', 'backward')[kind]} pass of micro-batch {micro_batch}, pipeline stage {stage.coordinate(rank)}, rank {rank}"
+
+
+class _Training:
+    """The chunks of this rank for the pipeline executor, in one step."""
+
+    def __init__(self, engine: Engine, batches: list[Batch], scale: float, watch: bool = False):
+        self.engine, self.batches, self.scale, self.watch = engine, batches, scale, watch
+        self.parts: list[tuple[Tensor, Tensor]] = []
+        self.backwards = 0
+        self.faults: list[tuple[int, int]] = []
+
+    def forward(self, chunk: int, x: Tensor | None, micro_batch: int) -> Tensor:
+        engine, batch = self.engine, self.batches[micro_batch]
+        # marks tell when gradients are complete, which only the last backward of the step has to know
+        last = micro_batch == len(self.batches) - 1 and torch.is_grad_enabled()
+        engine.model.unit_done = engine.buckets.unit_done if last else None
+        hidden = engine.model(x, batch)
+        if not engine.last:
+            return hidden
+        loss, ce_sum, z_sum = engine.model.loss(hidden, batch, self.scale)
+        self.parts.append((ce_sum, z_sum))
+        return loss
+
+    def backward_begins(self, chunk: int, micro_batch: int) -> None:
+        self.backwards += 1
+
+    def weight_gradients(self, chunk: int, micro_batch: int) -> None:
+        for work in self.engine.build.queue.take():
+            work()
+
+    def empty(self, micro_batch: int) -> Tensor:
+        engine, batch = self.engine, self.batches[micro_batch]
+        tokens = batch.tokens.shape[0] // (engine.build.tensor.size if engine.mesh.layout.sequence else 1)
+        return torch.empty(tokens, engine.config.model.width, dtype=engine.types.compute, device=engine.mesh.device)
+
+    def observe(self, action: Action, value: Tensor | None) -> None:
+        if not self.watch:
+            return
+        bad = value is not None and not bool(torch.isfinite(value).all())
+        bad = bad or not all(bool(torch.isfinite(b.gradients).all()) for b in self.engine.buckets.buckets)
+        if bad:
+            self.faults.append((0 if action.kind == "F" else 1, action.micro_batch))
+
+    def first_fault(self) -> tuple[int, int]:
+        """(0 forward, 1 backward, 2 none; micro-batch)."""
+        return min(self.faults, default=(2, 0))
+
+    def sums(self) -> list[Tensor]:
+        """Summed loss and z term of this rank's micro-batches; zeros on ranks that do not count them."""
+        engine = self.engine
+        if not engine.last or engine.mesh.coordinate("tensor") or not self.parts:
+            wide = torch.promote_types(engine.types.compute, torch.float32)
+            return [torch.zeros((), dtype=wide, device=engine.mesh.device)] * 2
+        return [torch.stack(column).sum() for column in zip(*self.parts)]

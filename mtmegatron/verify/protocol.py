@@ -1,0 +1,235 @@
+"""The reference protocol: one state, one global batch, and every layout must give the loss, gradients and weights of one process.
+
+Notable:
+- The yardstick is the serial run in fp64. Serial runs in the tested precision, with the batch cut in different micro-batches, differ from it by
+  rounding alone, tensor by tensor; a layout, which rounds in yet another order, may differ by the largest of that times `FACTOR`. Nothing else is
+  tolerated, and no number is chosen per test.
+- The fp64 run of a layout is held to the same bound times the ratio of the units of rounding, about 1e-9: any fault of logic shows there.
+- Each rank compares its own shards in place; nothing is gathered.
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mtmegatron.batch import Batch
+from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.schema import Config
+from mtmegatron.data.gpt import Sample
+from mtmegatron.data.loader import micro_batches
+from mtmegatron.mesh import Mesh
+from mtmegatron.precision.types import TYPES
+from mtmegatron.train.engine import Engine
+from mtmegatron.verify.pool import Pool
+
+# Two sums of the same terms in different orders have independent rounding errors of the same size; the worst of some hundred tensors is within
+# a small factor of that.
+FACTOR = 8.0
+STEPS = 3
+
+
+class RandomSamples:
+    """Samples of uniform tokens with some document starts: a pure function of (seed, number)."""
+
+    def __init__(self, vocab: int, sequence: int, seed: int):
+        self.vocab, self.sequence, self.seed = vocab, sequence, seed
+
+    def __getitem__(self, i: int) -> Sample:
+        draw = np.random.default_rng((self.seed, i))
+        inside = np.sort(draw.choice(np.arange(1, self.sequence + 1), size=min(3, self.sequence), replace=False))
+        return Sample(draw.integers(0, self.vocab, self.sequence + 1), np.concatenate([[0], inside]))
+
+
+@dataclass
+class Trace:
+    """What one run of the protocol shows: per-step loss and norm, and after the first step the count of zero gradients."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    zeros: int = 0
+    errors: dict[tuple[str, str, tuple], float] = field(default_factory=dict)  # (kind, name, copy) -> squared error on this rank
+
+
+@dataclass
+class Reference:
+    """The serial runs: `exact` in fp64, and for each tested precision what rounding does to it.
+
+    `tensors`: fp64 state, gradients after step 1 and weights after the last step, by kind and name."""
+
+    exact: Trace
+    tensors: dict[str, dict[str, torch.Tensor]]
+    rounding: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
+    serial: dict[str, list[Trace]] = field(default_factory=dict)
+
+
+@dataclass
+class Check:
+    """One line of the table: what was compared, how far it is off, what it is held to."""
+
+    layout: str
+    precision: str
+    what: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.bound  # false for NaN
+
+
+def serial_reference(config: Config, precisions: tuple[str, ...]) -> Reference:
+    """Runs the configuration in this one process, in fp64 and in each precision."""
+    single = check(_laid_out(config, {}, "fp64"), 1)
+    engine = Engine(single, Mesh(layout_of(single)))
+    state = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    exact, kept = Trace(), {"state": state}
+    for kind, tensors in _steps(engine, exact):
+        kept[kind] = {name: t.clone() for name, t in tensors.items()}
+    reference = Reference(exact, kept)
+    train = config.train
+    cuts = sorted({1, train.micro_batch, train.global_batch})
+    for precision in precisions:
+        traces = [run_layout(0, 1, config, {"micro_batch": cut}, precision, kept) for cut in cuts]
+        keys = [(kind, name) for kind, name, _ in traces[0].errors]
+        errors = [{(kind, name): e for (kind, name, _), e in trace.errors.items()} for trace in traces]
+        reference.serial[precision] = traces
+        reference.rounding[precision] = {key: math.sqrt(max(e[key] for e in errors)) for key in keys}
+    return reference
+
+
+def compare(config: Config, layout: dict[str, object], precision: str, reference: Reference, pool: Pool, timeout: float = 240.0) -> list[Check]:
+    """Runs one layout in as many processes as it has ranks and checks all that the protocol checks."""
+    world = math.prod(int(layout.get(axis, 1)) for axis in ("tensor", "pipeline", "data"))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "reference.pt"
+        torch.save(reference.tensors, path)
+        traces = pool.run(_rank, world, config, layout, precision, path, timeout=timeout)
+    return list(_checks(describe(layout), precision, traces, reference))
+
+
+def describe(layout: dict[str, object]) -> str:
+    """A layout as a user writes it."""
+    return ",".join(f"{k}={v}" for k, v in layout.items()) or "serial"
+
+
+def run_layout(rank: int, world: int, config: Config, layout: dict, precision: str, tensors: dict[str, dict[str, torch.Tensor]]) -> Trace:
+    """One rank of one layout: the protocol's steps, with this rank's squared differences from the reference."""
+    laid_out = check(_laid_out(config, layout, precision), world)
+    mesh = Mesh(layout_of(laid_out), rank, connect=world > 1)
+    engine = Engine(laid_out, mesh)
+    load_state(engine, tensors["state"])
+    trace = Trace()
+    for kind, mine in _steps(engine, trace):
+        for name, slices in mine.items():
+            placement = engine.model.get_parameter(name).placement
+            right = placement.part(tensors[kind][name], mesh.layout, rank)
+            key = (kind, name, _copy_of(mesh, placement, kind))
+            trace.errors[key] = _squared_error(slices, right, engine, name, kind)
+    return trace
+
+
+def load_state(engine: Engine, state: dict[str, torch.Tensor]) -> None:
+    """Sets the weights from global tensors."""
+    with torch.no_grad():
+        for name, param in engine.model.named_parameters():
+            param.copy_(param.placement.part(state[name], engine.mesh.layout, engine.mesh.rank))
+    engine.optimizer.refresh_masters()
+
+
+def _rank(rank: int, world: int, config: Config, layout: dict, precision: str, path: Path) -> Trace:
+    return run_layout(rank, world, config, layout, precision, torch.load(path, mmap=True))
+
+
+def _laid_out(config: Config, layout: dict, precision: str) -> Config:
+    """The configuration under a layout, in a precision."""
+    layout = dict(layout)
+    train = config.train.model_copy(update={"precision": precision} | {k: layout.pop(k) for k in ("micro_batch",) if k in layout})
+    parallel = type(config.parallel).model_validate(config.parallel.model_dump(include={"bucket_mb", "overlap"}) | layout)
+    return config.model_copy(update={"parallel": parallel, "train": train})
+
+
+def batches(engine: Engine, step: int) -> list[Batch]:
+    """This rank's part of the protocol's global batch of a step."""
+    config = engine.config
+    samples = RandomSamples(config.model.vocab, config.data.sequence, config.train.seed)
+    return micro_batches(config, samples, engine.mesh.coordinate("data"), step, engine.mesh.device)
+
+
+def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Runs the steps; yields ("gradient", ..) after the first backward and ("weight", ..) at the end."""
+    for step in range(STEPS):
+        mine = batches(engine, step)
+        if step == 0:
+            engine.gradients(mine, engine.count_tokens(mine))
+            trace.zeros = int(engine.mesh.world.all_reduce(engine.buckets.zero_gradients().reshape(1)))
+            yield "gradient", {i.name: i.param.grad_sum for b in engine.buckets.buckets for i in b.items}
+        result = engine.step(mine, step)
+        trace.losses.append(result.loss)
+        trace.norms.append(result.grad_norm)
+    yield "weight", {name: p.detach() for name, p in engine.model.named_parameters()}
+
+
+def _squared_error(mine: torch.Tensor, right: torch.Tensor, engine: Engine, name: str, kind: str) -> float:
+    """Squared difference; of a gradient, over the shard that this rank owns."""
+    difference = (mine.double() - right.double()).reshape(-1)
+    if kind == "gradient":
+        bucket, item = next((b, i) for b in engine.buckets.buckets for i in b.items if i.name == name)
+        start, stop = max(bucket.shard.start - item.start, 0), max(bucket.shard.stop - item.start, 0)
+        difference = difference[start:stop]
+    return float(difference.square().sum())
+
+
+def _copy_of(mesh: Mesh, placement, kind: str) -> tuple[int, ...]:
+    """Which copy of a tensor a rank belongs to: errors add up over the parts of one copy, and the worst copy counts."""
+    split = {axis for _, axis in placement.split}
+    if kind == "gradient":
+        return tuple(mesh.coordinate(axis) for axis in placement.copies)
+    axes = ["pipeline", "data", "context"]
+    axes += ["key_value_copies"] if "key_value" in split else [] if "tensor" in split else ["tensor"]
+    return tuple(mesh.coordinate(axis) for axis in axes)
+
+
+def _checks(layout: str, precision: str, traces: list[Trace], reference: Reference) -> Iterator[Check]:
+    basis = precision if precision in reference.rounding else "fp32"
+    unit = torch.finfo(TYPES[basis].compute).eps
+    ratio = torch.finfo(TYPES[precision].compute).eps / unit
+    serial, exact, first = reference.serial[basis], reference.exact, traces[0]
+
+    def distance(mine: list[float], right: list[float]) -> float:
+        return max(abs(a - b) for a, b in zip(mine, right))
+
+    def check_scalar(what: str, mine: list[float], rounded: list[list[float]], right: list[float], floor: float = 0.0) -> Check:
+        rounding = max(*(distance(r, right) for r in rounded), unit * max(map(abs, right)), floor)
+        return Check(layout, precision, what, distance(mine, right), FACTOR * ratio * rounding)
+
+    gradient_rounding = math.sqrt(sum(e**2 for (kind, _), e in reference.rounding[basis].items() if kind == "gradient"))
+    yield check_scalar("loss", first.losses, [t.losses for t in serial], exact.losses)
+    yield check_scalar("gradient norm", first.norms, [t.norms for t in serial], exact.norms, gradient_rounding)
+    for kind in ("gradient", "weight"):
+        yield _worst(layout, precision, kind, traces, reference, basis, unit, ratio)
+    if precision == "fp64":
+        yield Check(layout, precision, "zero gradients", abs(first.zeros - exact.zeros), 0)
+    same = all(t.losses == first.losses and t.norms == first.norms for t in traces)
+    yield Check(layout, precision, "ranks agree on loss and norm", 0.0 if same else 1.0, 0.0)
+
+
+def _worst(layout: str, precision: str, kind: str, traces: list[Trace], reference: Reference, basis: str, unit: float, ratio: float) -> Check:
+    """The tensor that comes nearest to its bound, or passes it furthest."""
+    totals: dict[tuple[str, tuple], float] = {}
+    for trace in traces:
+        for (k, name, copy), error in trace.errors.items():
+            if k == kind:
+                totals[name, copy] = totals.get((name, copy), 0.0) + error
+    missing = set(reference.tensors[kind]) - {name for name, _ in totals}
+    if missing:
+        return Check(layout, precision, f"{kind} of {min(missing)} is on no rank", math.inf, 0.0)
+    lines = []
+    for (name, _), error in totals.items():
+        rounding = max(reference.rounding[basis][kind, name], unit * float(reference.tensors[kind][name].double().norm()))
+        lines.append(Check(layout, precision, f"{kind} {name}", math.sqrt(error), FACTOR * ratio * rounding))
+    return max(lines, key=lambda c: (not c.passed, c.error / c.bound if c.bound else math.inf))
