@@ -1,6 +1,7 @@
-"""Speed of the operators beside the plain PyTorch way: `python -m benchmarks.ops`, a table of medians on one thread of this machine.
+"""Speed of the operators beside the plain PyTorch way, medians on one thread: `python -m benchmarks.ops`.
 
-Notable: the two sides of a row alternate inside one run and the table gives their ratio, so that a busy machine slows both.
+Notable: the two sides of a row alternate inside one run and the table gives their ratio, so that a busy machine slows
+both.
 """
 
 import statistics
@@ -107,8 +108,9 @@ def attentions(tokens: int) -> Iterator[tuple[str, Step, Step]]:
     for keys, length in ((N, S), (2, S), (N, 512), (N, 64)):
         heads = leaf(tokens, N, H), leaf(tokens, keys, H), leaf(tokens, keys, H)
         bounds = Bounds.equal(tokens // length, length)
-        sides = both(lambda *t, n=length: plain(*t, length=n), *heads), both(lambda *t, b=bounds: attention(*t, b), *heads)
-        yield f"attention, length {length}, {keys} key heads", *sides
+        before = both(lambda *t, n=length: plain(*t, length=n), *heads)
+        after = both(lambda *t, b=bounds: attention(*t, b), *heads)
+        yield f"attention, length {length}, {keys} key heads", before, after
 
 
 def losses(tokens: int) -> Iterator[tuple[str, Step, Step]]:

@@ -45,12 +45,14 @@ _KINDS = {
     "musa": _Kind("mccl", False, ordered_sum=False, float64=False, bf16_from=(2, 2), fp8_from=(3, 1)),
 }
 
+_ACCELERATORS = ("musa", "cuda")  # in the order in which "auto" looks for them
+
 # Dense FLOP/s with fp32 accumulation, from the vendors' data sheets and white papers. "16" is both 16-bit formats and
 # "fp8" both 8-bit ones; "tf32" is float32 when torch may round the inputs. The first pattern found in the name wins.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
-    (r"\bA100\b", {"16": 312e12, "tf32": 156e12, "32": 19.5e12}),
-    (r"\bH100 NVL\b|\bH200 NVL\b", {"16": 835.5e12, "fp8": 1671e12}),
-    (r"\bH100 PCIe\b", {"16": 756e12, "fp8": 1513e12, "tf32": 378e12}),
+    (r"\bA100\b(?!.*MIG)", {"16": 312e12, "tf32": 156e12, "32": 19.5e12}),
+    (r"\bH[12]00 NVL$", {"16": 835.5e12, "fp8": 1671e12}),
+    (r"\bH100 PCIe$", {"16": 756e12, "fp8": 1513e12, "tf32": 378e12}),
     (r"\bH100\b.*HBM3$|\bH200$", {"16": 989.4e12, "fp8": 1978.9e12, "tf32": 494.7e12, "32": 66.9e12}),
     (r"\bB200$", {"16": 2250e12, "fp8": 4500e12}),
     (r"\bL40S$", {"16": 362.05e12, "fp8": 733e12, "tf32": 183e12, "32": 91.6e12}),
@@ -207,8 +209,9 @@ class Device:
         return default if found is None else found(*arguments)
 
     def _capability_from(self, least: tuple[int, int] | None) -> bool:
-        has = self._call("get_device_capability", self.index, default=(0, 0))
-        return least is not None and tuple(has) >= least
+        if least is None:
+            return False
+        return tuple(self._call("get_device_capability", self.index, default=(0, 0))) >= least
 
 
 def choose_device(name: str = "auto", local_rank: int = 0) -> Device:
@@ -218,19 +221,20 @@ def choose_device(name: str = "auto", local_rank: int = 0) -> Device:
     """
     if name != "auto" and name not in _KINDS:
         raise UserError(f"device: {name!r} is not known: use auto, {', '.join(_KINDS)}")
-    present = {type_: count for type_ in ("musa", "cuda") if (count := _device_count(type_))}
-    chosen = next(iter(present), "cpu") if name == "auto" else name
-    if chosen == "cpu":
+    if name == "auto":
+        name = next((type_ for type_ in _ACCELERATORS if _device_count(type_)), "cpu")
+    if name == "cpu":
         return Device("cpu")
-    if chosen not in present:
-        here = ", ".join([*present, "cpu"])
-        raise UserError(f"device: {chosen} is not there: torch sees only {here} on this machine: use one of these")
-    if local_rank >= present[chosen]:
+    count = _device_count(name)
+    if count == 0:
+        here = ", ".join([*filter(_device_count, _ACCELERATORS), "cpu"])
+        raise UserError(f"device: {name} is not there, torch sees only {here} on this machine: use one of these")
+    if local_rank >= count:
         raise UserError(
-            f"device: local rank {local_rank} needs a {chosen} device of its own and torch sees {present[chosen]}: "
-            f"start at most {present[chosen]} processes on this node, or use device cpu"
+            f"device: local rank {local_rank} needs a {name} device of its own and torch sees {count}: start at most "
+            f"{count} processes on this node, or use device cpu"
         )
-    return Device(chosen, local_rank)
+    return Device(name, local_rank)
 
 
 def _device_count(type_: str) -> int:

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +41,7 @@ USER_FAULT = 2  # exit code of a fault that the user can repair
 CONSEQUENCES = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
-# --- how do we meet ---
+# --- how they meet ---
 
 
 def start_group(process: Process, device: Device, timeout_s: float = 600.0) -> dist.Store:
@@ -182,11 +182,11 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error))
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _write_record(process: Process, error: BaseException, code: int) -> None:
-    """The JSON that torch's agent reads, and what it lacks to find the cause: nanoseconds, and what is a consequence."""
+    """The JSON that torch's agent reads, and what it lacks to find the cause: nanoseconds, a mark on consequences."""
     now = time.time_ns()
     user = isinstance(error, UserError)
     details = {
@@ -201,7 +201,7 @@ def _write_record(process: Process, error: BaseException, code: int) -> None:
     Path(process.error_file).write_text(json.dumps({"message": message}))
 
 
-# --- who starts us ---
+# --- who starts them ---
 
 
 @dataclass(frozen=True)
@@ -229,13 +229,16 @@ def launch(
     they meet; None takes a free one. `threads`: OMP_NUM_THREADS of each, by default the user's own setting, else the
     cores divided by `nproc`. With `log_folder` the output of each rank goes also into a file there.
 
-    Raises: UserError when the port is taken or a number makes no sense.
+    Raises: UserError when the port is taken, the folder cannot be made, or a number makes no sense.
     """
-    assert command
-    if nproc < 1 or max_restarts < 0:
-        raise UserError(f"launch: {nproc} processes, {max_restarts} restarts: give at least 1 process and 0 restarts")
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException  # slow to import, and only needed here
 
+    assert command
+    if nproc < 1 or max_restarts < 0 or not 0 <= (port or 0) < 65536:
+        raise UserError(
+            f"launch: {nproc} processes, {max_restarts} restarts, port {port}: give at least 1 process, at least 0 "
+            f"restarts and a port from 1 to 65535, or no port for a free one"
+        )
     with _quiet_agent(), _signals_kept(), _folder(log_folder) as folder:
         store = _free_store(port)
         own = os.environ.get("OMP_NUM_THREADS")
@@ -264,18 +267,18 @@ def _run_attempt(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logs = folder / f"attempt-{attempt}"
+    run = f"attempt-{attempt}-{uuid.uuid4().hex[:8]}"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
+        run_id=run,
         rdzv_backend="static",
         rdzv_endpoint=f"{LOOPBACK}:{port}",
         rdzv_configs={"rank": 0, "timeout": 60},
         max_restarts=0,
         monitor_interval=0.1,
-        logs_specs=DefaultLogsSpecs(log_dir=str(logs), tee=Std.ALL if tee else Std.NONE),
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL if tee else Std.NONE),
         log_line_prefix_template="[rank ${rank}] ",
     )
     # `env` and not os.environ: what we set is for the children alone. The agent expands $ in arguments: ours are final.
@@ -284,17 +287,16 @@ def _run_attempt(
     try:
         elastic_launch(config, "env")(*(argument.replace("$", "$$") for argument in arguments))
     except ChildFailedError as error:
-        return _first_failure(error.failures, logs)
+        return _first_failure(error.failures, list(folder.glob(f"{run}_*/**/error.json")))
     return None
 
 
-def _first_failure(failures: Mapping[int, Any], logs: Path) -> Failure:
+def _first_failure(failures: Mapping[int, Any], files: Sequence[Path]) -> Failure:
     """The cause among all failures of an attempt.
 
     It is the earliest record, unless every record only tells of a lost peer and some rank went without a word (a crash,
     a kill): then that rank. The agent lists those in the order in which it found them, before those that it stopped.
     """
-    files = [path for path in logs.rglob("error.json") if path.stat().st_size]
     records = [json.loads(path.read_text())["message"]["extraInfo"] for path in files]
     first = min(records, key=lambda record: (record["consequence"], record["time_ns"]), default=None)
     silent = [rank for rank in failures if rank not in {record["rank"] for record in records}]
@@ -330,11 +332,15 @@ def _cores() -> int:
 @contextlib.contextmanager
 def _folder(log_folder: str | Path | None) -> Iterator[Path]:
     """Where logs and records go: the user's folder, or a temporary one."""
-    if log_folder is not None:
-        yield Path(log_folder)
+    if log_folder is None:
+        with tempfile.TemporaryDirectory(prefix="mtmegatron-") as folder:
+            yield Path(folder)
         return
-    with tempfile.TemporaryDirectory(prefix="mtmegatron-") as folder:
-        yield Path(folder)
+    try:
+        Path(log_folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"log folder {log_folder} cannot be made ({error.strerror}): name another") from None
+    yield Path(log_folder)
 
 
 @contextlib.contextmanager

@@ -74,8 +74,8 @@ def _from_torchrun(environ: Mapping[str, str]) -> Process | None:
 
 
 def _from_openmpi(environ: Mapping[str, str]) -> Process | None:
-    names = (f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-    return _from_mpi(environ, "openmpi", tuple(names), _text(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+    names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+    return _from_mpi(environ, "openmpi", names, _text(environ, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
 
 
 def _from_pmi(environ: Mapping[str, str]) -> Process | None:
@@ -93,7 +93,7 @@ def _from_mpi(environ: Mapping[str, str], origin: str, names: tuple[str, ...], j
         world=world,
         local_rank=rank if local_rank is None else local_rank,
         local_world=local_world or world,
-        master_address=environ.get("MASTER_ADDR", LOOPBACK if one_node else ""),
+        master_address=_text(environ, "MASTER_ADDR") or (LOOPBACK if one_node else ""),
         master_port=_number(environ, "MASTER_PORT") or (_derived_port(job) if job else DEFAULT_PORT),
         origin=origin,
     )
@@ -128,8 +128,10 @@ def _slurm_local_world(environ: Mapping[str, str], world: int) -> int:
     """Tasks on this node, from Slurm's run-length list of tasks per node: "4(x2),3" is 4, 4, 3."""
     text = _text(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts = [int(n) for n, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(times or 1))]
+    if not counts:
+        return -(-world // (_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1))
     node = _number(environ, "SLURM_NODEID") or 0
-    return min(counts[min(node, len(counts) - 1)], world) if counts else world
+    return min(counts[min(node, len(counts) - 1)], world)
 
 
 def _first_host(nodelist: str) -> str:
@@ -174,10 +176,10 @@ def _check_same_run(agent: Process, outer: Process, agents: int | None) -> None:
 def _checked(process: Process) -> Process:
     where = f"environment ({process.origin})"
     if not 0 <= process.rank < process.world:
-        raise UserError(f"{where}: RANK={process.rank} is not below WORLD_SIZE={process.world}, or negative: correct one")
+        raise UserError(f"{where}: RANK={process.rank} is not in 0 to WORLD_SIZE={process.world} less 1: correct one")
     if not 0 <= process.local_rank < process.local_world:
         raise UserError(
-            f"{where}: LOCAL_RANK={process.local_rank} is not below LOCAL_WORLD_SIZE={process.local_world}, or negative: "
+            f"{where}: LOCAL_RANK={process.local_rank} is not in 0 to LOCAL_WORLD_SIZE={process.local_world} less 1: "
             f"correct one"
         )
     if process.local_world > process.world:

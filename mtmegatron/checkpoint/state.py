@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mtmegatron.checkpoint.folder import Folder
 from mtmegatron.checkpoint.rectangle import Rectangle, dtype_name, flat_rectangles
-from mtmegatron.checkpoint.store import CheckpointError, Store, write_manifest, write_shard
+from mtmegatron.checkpoint.store import Store, write_manifest, write_shard
 from mtmegatron.errors import UserError
 from mtmegatron.mesh import Mesh
 from mtmegatron.optim.adamw import AdamW, State
@@ -45,17 +45,15 @@ def save(folder: Folder, step: int, optimizer: AdamW, mesh: Mesh, extra: dict) -
 
 
 def load(store: Store, optimizer: AdamW, mesh: Mesh, *, moments: bool = True) -> None:
-    """Fills masters (and moments) of this rank and publishes the weights.
+    """Fills masters (and moments) of this rank; `optimizer.publish` then makes the weights of them, on all ranks together.
 
-    Raises CheckpointError when the checkpoint is of another architecture (which keys and shapes differ) or damaged."""
-    check_architecture(store, optimizer)
+    Raises CheckpointError when the checkpoint is damaged."""
     for state in optimizer.states:
         for item, local, owned in _owned_items(state):
             for kind, tensor in KINDS.items():
                 if kind == "weight" or moments:
                     _fill(store, f"{kind}/{item.name}", item, local, state.tensors[tensor][owned], mesh)
     optimizer.updates = store.extra["updates"] if moments else 0
-    optimizer.publish()
 
 
 def load_weights(store: Store, model: torch.nn.Module, mesh: Mesh) -> None:
@@ -67,7 +65,7 @@ def load_weights(store: Store, model: torch.nn.Module, mesh: Mesh) -> None:
 
 
 def check_architecture(store: Store, optimizer: AdamW) -> None:
-    """Compares this rank's parameters with the tensors of a checkpoint."""
+    """UserError that says which keys and shapes of this rank's parameters differ from a checkpoint's."""
     there = {name.removeprefix("weight/"): store.shape(name) for name in store.names if name.startswith("weight/")}
     here = {item.name: item.param.placement.shape for state in optimizer.states for item in state.bucket.items}
     lines = [f"{name}: not in the checkpoint" for name in here if name not in there]
@@ -75,7 +73,7 @@ def check_architecture(store: Store, optimizer: AdamW) -> None:
               if name in there and tuple(there[name]) != tuple(shape)]  # fmt: skip
     if lines:
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""
-        raise CheckpointError(f"{store.folder} is of another architecture:\n  " + "\n  ".join(lines[:10]) + more)
+        raise UserError(f"{store.folder} is of another architecture:\n  " + "\n  ".join(lines[:10]) + more)
 
 
 def _pieces(optimizer: AdamW, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:

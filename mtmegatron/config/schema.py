@@ -185,6 +185,8 @@ class TrainConfig(Section):
     """bf16 keeps fp32 master weights and gradients; fp64 is for proofs."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest good checkpoint in the folder: if there is one, never, or refuse to start without."""
+    accept_changes: list[str] = []
+    """Keys whose values may differ from those of the checkpoint that is resumed."""
     eval_every: NonNegativeInt = 0
     """Steps between evaluations; 0: only at the end, when there is validation data."""
     eval_batches: PositiveInt = 8

@@ -18,24 +18,56 @@ from mtmegatron.ops.rope import rope, rope_table
 
 
 @dataclass
-class Cache:
-    """Keys and values of the sequences being generated: one tensor pair per layer and sequence, grown along dim 0."""
+class _Rows:
+    """A tensor that grows along dim 0. Its storage doubles when it is full, so appending copies only what is new."""
 
-    entries: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    storage: Tensor
+    length: int
+
+    def append(self, rows: Tensor) -> None:
+        end = self.length + rows.shape[0]
+        if end > self.storage.shape[0]:
+            larger = rows.new_empty(max(end, 2 * self.storage.shape[0]), *rows.shape[1:])
+            larger[: self.length] = self.filled
+            self.storage = larger
+        self.storage[self.length : end] = rows
+        self.length = end
+
+    @property
+    def filled(self) -> Tensor:
+        return self.storage[: self.length]
+
+
+@dataclass
+class Cache:
+    """Keys and values of the first `sequences` documents of each micro-batch, the sequences being generated; this stage's layers alone.
+
+    Documents after them (tokens that only fill a micro-batch up) are not kept."""
+
+    sequences: int
+    entries: dict[int, list[tuple[_Rows, _Rows]]] = field(default_factory=dict)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence so far."""
-        return max((k.shape[0] for entry in self.entries.values() for k, _ in entry), default=0)
+        return max((keys.length for entry in self.entries.values() for keys, _ in entry), default=0)
 
-    def extend(self, layer: int, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, list[int]]:
-        """Adds this step's keys and values of each sequence; returns all of them end to end, and the lengths."""
-        new = list(zip(key.split(list(lengths)), value.split(list(lengths))))
-        old = self.entries.get(layer)
-        if old is not None:
-            new = [(torch.cat((k0, k)), torch.cat((v0, v))) for (k0, v0), (k, v) in zip(old, new)]
-        self.entries[layer] = new
-        return torch.cat([k for k, _ in new]), torch.cat([v for _, v in new]), [k.shape[0] for k, _ in new]
+    def extend(self, layer: int, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
+        """Adds this step's keys and values; returns for each document all that it has. Shapes: [T, K, H] -> views [tokens so far, K, H]."""
+        new = list(zip(key.split(lengths), value.split(lengths)))
+        kept, others = new[: self.sequences], new[self.sequences :]
+        if layer not in self.entries:
+            self.entries[layer] = [(_Rows(k, k.shape[0]), _Rows(v, v.shape[0])) for k, v in kept]
+        else:
+            for (keys, values), (k, v) in zip(self.entries[layer], kept, strict=True):
+                keys.append(k)
+                values.append(v)
+        return [(keys.filled, values.filled) for keys, values in self.entries[layer]] + others
+
+    def keep(self, places: list[int]) -> None:
+        """Only the sequences at these places go on, in this order; the memory of the others is freed."""
+        self.sequences = len(places)
+        self.entries = {layer: [entry[place] for place in places] for layer, entry in self.entries.items()}
 
 
 @dataclass
@@ -94,5 +126,9 @@ class Attention(nn.Module):
         if where.cache is None:
             return attention(query, key, value, where.bounds)
         lengths = where.bounds.lengths
-        key, value, key_lengths = where.cache.extend(self.layer, key, value, lengths)
-        return attention_cached(query, key, value, list(lengths), key_lengths)
+        documents = where.cache.extend(self.layer, key, value, lengths)
+        if all(n == k.shape[0] for n, (k, _) in zip(lengths, documents)):  # nothing came before
+            return attention(query, key, value, where.bounds)
+        # one by one: end to end, all keys would have to be copied at every step
+        parts = zip(query.split(lengths), documents)
+        return torch.cat([attention_cached(q, k, v, [q.shape[0]], [k.shape[0]]) for q, (k, v) in parts])

@@ -1,8 +1,9 @@
 """Activations of the feed-forward block, gated and plain, and the table of their names.
 
-Notable: a gated activation reads one [T, 2F] tensor, as one fused GEMM writes it, saves nothing else, and writes both halves of its gradient
-into one [T, 2F] tensor, ready for the GEMM of the backward, in chunks of rows that a CPU's cache holds. The plain composition saves
-act(gate) as well, half as much again. Torch's kernels do the transcendental part, so every floating dtype and device works.
+Notable: a gated activation reads one [T, 2F] tensor, as one fused GEMM writes it, saves nothing else, and writes both
+halves of its gradient into one [T, 2F] tensor, ready for the GEMM of the backward, in chunks of rows that a CPU's cache
+holds. The plain composition saves act(gate) as well, half as much again. Torch's kernels do the transcendental part, so
+every floating dtype and device works.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-CACHED = 2**19  # elements of gate and up in one chunk of the backward: more leaves the cache, less pays for calls
+CACHED = 2**20  # elements of gate and up in one chunk of the backward: more leaves the cache, less pays for calls
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def _kernel_gradient(
 
 
 def _swiglu_gradient(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-    """silu' = s (1 - silu) + silu with s = sigmoid(gate): one exponential for both halves; too many roundings for 16 bits."""
+    """silu' = s (1 - silu) + silu, s = sigmoid(gate): one exponential for both halves; too coarse in 16 bits."""
     if dy.dtype not in (torch.float32, torch.float64):
         return _kernel_gradient(aten.silu.out, aten.silu_backward.grad_input, dy, gate, up, dgate, dup)
     torch.sigmoid(gate, out=dgate)

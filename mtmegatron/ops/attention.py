@@ -1,11 +1,12 @@
-"""Scaled dot-product attention over documents laid end to end, softmax(scale * Q KT) V inside each document, with its own backward.
+"""Scaled dot-product attention, softmax(scale * Q KT) V, inside each of the documents that lie end to end.
 
 Notable:
-- On a CPU a document is cut into blocks of query rows that multiply only the keys they can see, so the upper triangle is never computed,
-  and the probabilities are kept for backward: 1.3 times faster than torch's flash operator up to LONGEST tokens. Longer documents take
-  the flash operator, whose memory is linear. Other devices take torch's `scaled_dot_product_attention`.
-- The G = N/K query heads that share a key head are G more rows of the same GEMM: keys and values are never repeated, and their gradients
-  sum over the group by themselves.
+- On a CPU a document is cut into blocks of query rows that multiply only the keys they can see, so most of the upper
+  triangle is never computed, and the probabilities are kept for backward: 1.2 to 1.5 times faster than torch's flash
+  operator. That operator takes documents of one block, and those above LONGEST tokens, because its memory is linear.
+  Other devices take torch's `scaled_dot_product_attention`.
+- The G = N/K query heads that share a key head are G more rows of the same GEMM: keys and values are never repeated,
+  and their gradients sum over the group by themselves.
 - `attention_forward` and `attention_backward` work on blocks with a given log-sum-exp: what ring attention is made of.
 - A causal mask is aligned at the end: query i of Sq sees keys up to i + Sk - Sq, as in generation with a cache of keys.
 """
@@ -20,7 +21,7 @@ from mtmegatron.batch import Bounds
 
 ROWS = 64  # query rows per block: large enough for the GEMM, small enough that little of the upper triangle is computed
 TOGETHER = 512  # tokens of short documents that share a batch of GEMMs: their probabilities stay in cache
-LONGEST = 512  # tokens of the longest document whose probabilities are worth keeping; benchmarks/ops.py measures both sides
+LONGEST = 512  # tokens of the longest document whose probabilities are worth keeping (measured by benchmarks/ops.py)
 
 
 def attention(
@@ -31,7 +32,7 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
-    """softmax(scale * Q KT + mask) V within each document of `bounds`; scale is H^-1/2 when None (Vaswani et al. 2017, eq. 1).
+    """softmax(scale * Q KT + mask) V within each document; scale is H^-1/2 when None (Vaswani et al. 2017, eq. 1).
 
     Softmax and its sums are at least fp32. Inputs may be strided views; the value's head size may differ from H.
 
@@ -54,11 +55,11 @@ def attention_cached(
     key_lengths: Sequence[int],
     scale: float | None = None,
 ) -> Tensor:
-    """Causal attention in which the queries of each sequence are the last of its keys (generation with a cache). No gradient.
+    """Causal attention where the queries of each sequence are the last of its keys, as in generation; no gradient.
 
     Shapes: query [sum(query_lengths), N, H], key and value [sum(key_lengths), K, H]; result as query.
     """
-    assert all(0 < q <= k for q, k in zip(query_lengths, key_lengths, strict=True)), "queries are the last of their keys"
+    assert all(q <= k for q, k in zip(query_lengths, key_lengths, strict=True)), "queries are the last of their keys"
     assert sum(query_lengths) == len(query_TNH) and sum(key_lengths) == len(key_TKH), "lengths must cover the tokens"
     scale, out = _scale(query_TNH, scale), query_TNH.new_empty(*query_TNH.shape[:2], value_TKH.shape[-1])
     of_queries = (t.detach()[None].split(list(query_lengths), 1) for t in (query_TNH, out))
@@ -95,7 +96,7 @@ def attention_backward(
     causal: bool,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value of one block, given the out and lse of the whole row, which may span other blocks.
+    """Gradients of query, key and value of one block, given out and lse of the whole row, which may span other blocks.
 
     P = exp(scale Q KT - lse), dV = PT dO, dS = P * (dO VT - rowsum(dO * O)), dQ = scale dS K, dK = scale dST Q
     (Dao et al. 2022, algorithm 4).
@@ -142,7 +143,7 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, bounds, causal, scale):
         results = [attention_forward(*piece, causal, scale) for piece in _batches(bounds, query, key, value)]
-        out, lse = (torch.cat([t.flatten(0, 1) for t in ts]) for ts in zip(*results))
+        out, lse = (_end_to_end(pieces) for pieces in zip(*results))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.rest = bounds, causal, scale
         return out
@@ -152,7 +153,7 @@ class _FlashAttention(torch.autograd.Function):
         bounds, *rest = ctx.rest
         pieces = _batches(bounds, grad, *ctx.saved_tensors)
         results = [attention_backward(*piece, *rest) for piece in pieces]
-        return *(torch.cat([t.flatten(0, 1) for t in ts]) for ts in zip(*results)), None, None, None
+        return *(_end_to_end(pieces) for pieces in zip(*results)), None, None, None
 
 
 def _group_forward(query, key, value, out, causal, scale) -> list[Tensor]:
@@ -227,6 +228,12 @@ def _batches(bounds: Bounds, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     return [tuple(t[None] for t in piece) for piece in zip(*(t.split(bounds.lengths) for t in tensors))]
 
 
+def _end_to_end(pieces_BS: Sequence[Tensor]) -> Tensor:
+    """[B, S, ...] pieces -> [T, ...]; a single one is not copied."""
+    flat = [t.flatten(0, 1) for t in pieces_BS]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
 def _flash_fits(query_BSNH: Tensor, key_BSKH: Tensor, causal: bool) -> bool:
     """Whether torch's CPU flash operator computes this block; its causal mask is aligned at the start."""
     lengths = query_BSNH.shape[1], key_BSKH.shape[1]
@@ -235,9 +242,10 @@ def _flash_fits(query_BSNH: Tensor, key_BSKH: Tensor, causal: bool) -> bool:
 
 
 def _flash_heads(*tensors_BSNH: Tensor) -> list[Tensor]:
-    """[B, S, N, H] -> [B, N, S, H], heads padded with zeros to one size, which the operator needs and the algebra does not see."""
+    """[B, S, N, H] -> [B, N, S, H], heads padded with zeros to one size, as the operator wants: no product changes."""
     size = max(t.shape[-1] for t in tensors_BSNH)
-    return [F.pad(t.transpose(1, 2), (0, size - t.shape[-1])) if t.shape[-1] < size else t.transpose(1, 2) for t in tensors_BSNH]
+    padded = (t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1])) for t in tensors_BSNH)
+    return [t.transpose(1, 2) for t in padded]
 
 
 def _attention_sdpa(query, key, value, bounds, causal, scale) -> Tensor:
@@ -245,9 +253,10 @@ def _attention_sdpa(query, key, value, bounds, causal, scale) -> Tensor:
     outs = []
     for piece in _batches(bounds, query, key, value):
         q, k, v = (t.transpose(1, 2) for t in piece)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        outs.append(out.transpose(1, 2))
+    return _end_to_end(outs)
 
 
 def attention_reference(
@@ -277,8 +286,9 @@ def _scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
     scores = _widened(query).transpose(1, 2) @ _repeated(key, query).mT * scale
     if not causal:
         return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(scores.shape[-1] - scores.shape[-2])
-    return scores.masked_fill(~seen, -torch.inf)
+    queries, keys = scores.shape[-2:]
+    hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+    return scores.masked_fill(hidden, -torch.inf)
 
 
 def _repeated(x_BSKH: Tensor, query_BSNH: Tensor) -> Tensor:

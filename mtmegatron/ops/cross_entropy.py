@@ -1,18 +1,21 @@
 """Cross entropy over a vocabulary that may be split over an axis, alone and fused with the output projection.
 
 Notable:
-- One softmax kernel per row block does nearly all the work. The log-sum-exp comes from it without an exponential of its own: the largest
-  probability is 1/S with S = sum of exp(z - max), so log S = -log(max p), exact at any scale of the logits.
-- With the vocabulary split, shares may be uneven. One all-reduce finds the maximum, one packed all-reduce carries S, the target's logit and,
-  for label smoothing, the sum of the logits. Every rank computes the same loss, equal to that of the whole vocabulary.
-- The fused form never holds [T, V]: token chunks go through projection, loss, and both gradient GEMMs while they are in cache. That works
-  in forward because the factor on the loss (one over the tokens of the global batch) is known before (as in Liger and Cut Cross Entropy).
+- One softmax kernel per row block does nearly all the work. The log-sum-exp comes from it without an exponential of its
+  own: the largest probability is 1/S with S = sum of exp(z - max), so log S = -log(max p), exact at any scale of the
+  logits.
+- With the vocabulary split, shares may be uneven. One all-reduce finds the maximum, one packed all-reduce carries S,
+  the target's logit and, for label smoothing, the sum of the logits. Every rank computes the same loss, equal to that
+  of the whole vocabulary.
+- The fused form never holds [T, V]: token chunks go through projection, loss, and both gradient GEMMs while they are in
+  cache. That works in forward because the factor on the loss (one over the tokens of the global batch) is known before
+  (as in Liger and Cut Cross Entropy).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -41,11 +44,13 @@ def cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(loss, lse) per token: loss = lse - (1 - s) z_y - s mean(z) + z_loss lse^2, lse = log sum exp z (detached); loss 0 where ignored.
+    """(loss, lse) per token: loss = lse - (1 - s) z_y - s mean(z) + z_loss lse^2 with lse = log sum exp z, detached.
 
-    s is the label smoothing of `torch.nn.functional.cross_entropy`; the z term is that of PaLM (Chowdhery et al. 2022, section 5).
-    With an `axis` the logits are ids start .. start + V of `vocab` (the global size), every rank passes the same labels, and
-    each share needs one finite logit per token. Logits are never changed.
+    The loss is 0 where the label is `ignore`.
+
+    s is the label smoothing of `torch.nn.functional.cross_entropy`; the z term is that of PaLM (Chowdhery et al. 2022,
+    section 5). With an `axis` the logits are ids start .. start + V of `vocab` (the global size), every rank passes the
+    same labels, and each share needs one finite logit per token. Logits are never changed.
 
     Shapes: logits [T, V] with V local, labels [T] global ids; both results [T] in at least fp32.
     """
@@ -69,15 +74,17 @@ def linear_cross_entropy(
     chunk: int | None = None,
     matmul: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale * (ce_sum + z_sum), ce_sum, z_sum) of logits = hidden weightT + bias; the sums run over valid tokens and are detached.
+    """(scale * (ce_sum + z_sum), ce_sum, z_sum) of logits = hidden weightT + bias; detached sums over valid tokens.
 
-    The first is for backward: its gradients are made in forward, chunk by chunk (only when autograd records), and its `scale` is in them.
-    `accumulate(dlogits_CV, hidden_CD)` is called for each chunk: the caller adds dlogitsT hidden to its gradient of the weight and
-    the column sums of dlogits to that of the bias; autograd then gives neither, and the gradient that comes in must be 1. Without it
-    autograd returns both. The gradient of hidden is this rank's part: its sum over `axis` is the caller's.
-    `chunk` is tokens per chunk (None: about CHUNK_LOGITS logits); `matmul(a, b)` multiplies all three GEMMs.
+    The first is for backward: its gradients are made in forward, chunk by chunk (only when autograd records), and its
+    `scale` is in them. `accumulate(dlogits_CV, hidden_CD)` is called for each chunk: the caller adds dlogitsT hidden to
+    its gradient of the weight and the column sums of dlogits to that of the bias; autograd then gives neither, and the
+    gradient that comes in must be 1. Without it autograd returns both. The gradient of hidden is this rank's part: its
+    sum over `axis` is the caller's. `chunk` is tokens per chunk (None: about CHUNK_LOGITS logits); `matmul(a, b)`
+    multiplies all three GEMMs.
 
-    Shapes: hidden [T, D], weight [V, D] and bias [V] with V local, labels [T] global ids; three 0-d results in at least fp32.
+    Shapes: hidden [T, D], weight [V, D] and bias [V] with V local, labels [T] global ids; three 0-d results in at least
+    fp32.
     """
     spec = _Spec.of(weight_VD.shape[0], axis, start, vocab, ignore, smoothing, z_loss)
     chunk = chunk or max(1, CHUNK_LOGITS // weight_VD.shape[0])
@@ -121,17 +128,19 @@ class _Plan:
     record: bool
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """What is known of some tokens after forward; [T] in the dtype of the softmax unless said.
+class _Rows(NamedTuple):
+    """What is known of some tokens after forward; [T] in the dtype of the softmax unless said."""
 
-    The gradient of the loss to the local logits is share * softmax - smoothing / vocab * valid - (1 - smoothing) * onehot * here.
-    """
-
-    ce: Tensor  # 0 where ignored, as z and share
+    ce: Tensor  # 0 where ignored, as z
     z: Tensor
     lse: Tensor
-    share: Tensor  # factor on the softmax of the local logits
+    slope: "_Slope"
+
+
+class _Slope(NamedTuple):
+    """Gradient to the local logits: share * softmax - smoothing / vocab * valid - (1 - smoothing) * onehot * here."""
+
+    share: Tensor  # 0 where ignored
     valid: Tensor  # 1 where the label counts
     here: Tensor  # 1 where it also lies in the local share
     index: Tensor  # [T, 1], int64: column of the label, 0 where it is not here
@@ -152,12 +161,12 @@ def _forward(spec: _Spec, logits: Tensor, labels: Tensor, softmax: Tensor) -> _R
     if spec.z_loss:
         share = share * (1 + 2 * spec.z_loss * lse)
     z = spec.z_loss * lse.square()
-    masked = (t.where(valid, 0) for t in (ce, z))
-    return _Rows(*masked, lse, share.where(valid, 0), valid.to(lse.dtype), here.to(lse.dtype), index)
+    slope = _Slope(share.where(valid, 0), valid.to(lse.dtype), here.to(lse.dtype), index)
+    return _Rows(ce.where(valid, 0), z.where(valid, 0), lse, slope)
 
 
 def _locate(spec: _Spec, labels: Tensor, local: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(valid, here, index) of `_Rows`, the first two as booleans."""
+    """(valid, here, index) of `_Slope`, the first two as booleans."""
     valid = labels != spec.ignore
     if labels.device.type == "cpu":  # elsewhere the question would wait for the device
         assert bool(((labels >= 0) & (labels < spec.vocab) | ~valid).all()), "a label lies outside the vocabulary"
@@ -169,7 +178,7 @@ def _locate(spec: _Spec, labels: Tensor, local: int) -> tuple[Tensor, Tensor, Te
 def _over_axis(
     spec: _Spec, local: int, top: Tensor, log_sum: Tensor, target: Tensor, here: Tensor, total: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(shift, log sum exp(z - shift), z_y - shift, mean(z) - shift) of the whole vocabulary, shift its largest logit."""
+    """(shift, log sum exp(z - shift), z_y - shift, mean(z) - shift) of the whole vocabulary, shift its maximum."""
     if spec.axis is None:
         return top, log_sum, target - top, None if total is None else total / spec.vocab - top
     shift = top.clone()
@@ -181,13 +190,13 @@ def _over_axis(
     return shift, packed[0].log(), packed[1], None if total is None else packed[2] / spec.vocab
 
 
-def _gradient(spec: _Spec, rows: _Rows, softmax: Tensor, scale: Tensor | float, out: Tensor) -> Tensor:
+def _gradient(spec: _Spec, slope: _Slope, softmax: Tensor, scale: Tensor | float, out: Tensor) -> Tensor:
     """The gradient of scale * loss to the local logits, written into `out`, which may be `softmax` itself."""
-    torch.mul(softmax, (rows.share * scale)[:, None], out=out)
+    torch.mul(softmax, (slope.share * scale)[:, None], out=out)
     if spec.smoothing:
-        out.sub_((rows.valid * (scale * spec.smoothing / spec.vocab))[:, None])
-    onehot = rows.here * (scale * (spec.smoothing - 1))
-    return out.scatter_add_(1, rows.index, onehot[:, None])
+        out.sub_((slope.valid * (scale * spec.smoothing / spec.vocab))[:, None])
+    onehot = slope.here * (scale * (spec.smoothing - 1))
+    return out.scatter_add_(1, slope.index, onehot[:, None])
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -195,15 +204,16 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, labels, spec):
         ctx.spec, ctx.dtype, logits = spec, logits.dtype, _widened(logits)
         softmax = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        ctx.rows = rows = _forward(spec, logits, labels, softmax)
-        ctx.save_for_backward(softmax)
+        rows = _forward(spec, logits, labels, softmax)
+        ctx.save_for_backward(softmax, *rows.slope)
         ctx.mark_non_differentiable(rows.lse)
         return rows.ce + rows.z if spec.z_loss else rows.ce, rows.lse
 
     @staticmethod
     def backward(ctx, grad, _):
-        (softmax,) = ctx.saved_tensors
-        return _gradient(ctx.spec, ctx.rows, softmax, grad, torch.empty_like(softmax)).to(ctx.dtype), None, None
+        softmax, *slope = ctx.saved_tensors
+        gradient = _gradient(ctx.spec, _Slope(*slope), softmax, grad, torch.empty_like(softmax))
+        return gradient.to(ctx.dtype), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -221,7 +231,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = _forward(plan.spec, logits, y, logits)
             parts.append((rows.ce, rows.z))
             if plan.record:
-                dlogits = _gradient(plan.spec, rows, logits, plan.scale, logits)
+                dlogits = _gradient(plan.spec, rows.slope, logits, plan.scale, logits)
                 _deliver(plan, dlogits.to(h.dtype), h, weight, dh, dweight, dbias)
         ce_sum, z_sum = (torch.cat(t).sum() for t in zip(*parts))
         ctx.save_for_backward(dhidden, *(d if d is None else d.to(weight.dtype) for d in (dweight, dbias)))
@@ -231,11 +241,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        grads = ctx.saved_tensors
-        if grad.device.type != "cpu" or grad.item() != 1:
-            assert not ctx.accumulates or grad.device.type != "cpu", "the weight's gradient is already accumulated: give `scale`, not a factor"
-            grads = [d if d is None else (d * grad).to(d.dtype) for d in grads]
-        return *grads, None, None
+        on_host = grad.device.type == "cpu"  # elsewhere reading the factor would wait for the device
+        if on_host and grad.item() == 1:
+            return *ctx.saved_tensors, None, None
+        assert not (on_host and ctx.accumulates), "the weight's gradient is already accumulated: use `scale`"
+        return *(d if d is None else (d * grad).to(d.dtype) for d in ctx.saved_tensors), None, None
 
 
 def _project(hidden: Tensor, weight: Tensor, bias: Tensor | None, matmul: Callable) -> Tensor:

@@ -1,10 +1,11 @@
 """Root-mean-square norm and layer norm over the last dim, alone and fused with the residual addition before them.
 
 Notable:
-- Statistics are at least fp32 whatever the input. The RMS norm rounds to the input's dtype before it multiplies by the weight and once
-  more after, as Hugging Face's Llama does; the layer norm rounds once, at the end, as torch does.
-- The RMS backward makes one product g * x and reads both of its sums from it, the weight's gradient and the row's correction, as two
-  matrix-vector products. Torch's layer norm is already a single pass each way: it is the fast version, also after a residual.
+- Statistics are at least fp32 whatever the input. The RMS norm rounds to the input's dtype before it multiplies by the
+  weight and once more after, as Hugging Face's Llama does; the layer norm rounds once, at the end, as torch does.
+- The RMS backward makes one product g * x and reads both of its sums from it, the weight's gradient and the row's
+  correction, as two matrix-vector products. Torch's layer norm is already a single pass each way: it is the fast
+  version, also after a residual.
 - `add_rms_norm` adds the residual's gradient into the norm's: one pass and one autograd node fewer per residual.
 """
 

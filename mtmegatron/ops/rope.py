@@ -1,7 +1,7 @@
 """Rotary position embedding: the angle tables, their long-context scalings, and the rotation of heads.
 
-Notable: angles are computed in float64 and rounded once, so that a table does not depend on the device or on how positions
-were split. A rotation is linear, so its backward is the opposite rotation and needs no activation.
+Notable: angles are computed in float64 and rounded once, so that a table does not depend on the device or on how
+positions were split. A rotation is linear, so its backward is the opposite rotation and needs no activation.
 """
 
 import math
@@ -16,9 +16,9 @@ from mtmegatron.errors import UserError
 def inverse_frequencies(size: int, base: float, scaling: dict | None = None) -> tuple[Tensor, float]:
     """(frequencies [size/2] in radians per position, float64; factor on cos and sin), base^(-2i/size) before scaling.
 
-    `scaling` is the dictionary `rope_scaling` (`rope_parameters`) of a Hugging Face configuration, with `rope_type` one of
-    SCALINGS; None is the plain embedding (Su et al. 2021, arXiv 2104.09864).
-    Raises UserError for an unknown type or a missing entry.
+    `scaling` is the dictionary `rope_scaling` (`rope_parameters`) of a Hugging Face configuration, with `rope_type` one
+    of SCALINGS; None is the plain embedding (Su et al. 2021, arXiv 2104.09864). Raises UserError for an unknown type or
+    a missing entry.
     """
     plain = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     if scaling is None:
@@ -29,7 +29,7 @@ def inverse_frequencies(size: int, base: float, scaling: dict | None = None) -> 
     try:
         return SCALINGS[kind](plain, base, scaling)
     except KeyError as missing:
-        raise UserError(f"rope scaling of type {kind!r} lacks the entry {missing}: add it to the model's configuration") from None
+        raise UserError(f"rope scaling {kind!r} lacks the entry {missing}: add it to the configuration") from None
 
 
 def rope_table(
@@ -45,12 +45,13 @@ def rope_table(
 
 
 def rope(x_TNH: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotates channel pairs of every head: (a, b) -> (a cos - b sin, b cos + a sin); channels past 2 * cos.shape[-1] pass through.
+    """Rotates channel pairs of every head, (a, b) -> (a cos - b sin, b cos + a sin); further channels pass through.
 
-    A pair is (i, i + size/2), Hugging Face's order for Llama, or with `interleaved` (2i, 2i + 1) as in the paper. The products are at
-    least fp32 and rounded once. Backward rotates by the negative angle and saves the tables alone.
+    A pair is (i, i + size/2), Hugging Face's order for Llama, or with `interleaved` (2i, 2i + 1) as in the paper. The
+    products are at least fp32 and rounded once. Backward rotates by the negative angle and saves the tables alone.
 
-    Shapes: x [T, N, H] of any strides, query and key heads together if they lie together; cos and sin [T, size/2]; result as x.
+    Shapes: x [T, N, H] of any strides, query and key heads together if they lie together; cos and sin [T, size/2];
+    result as x.
     """
     return _Rope.apply(x_TNH, cos, sin, interleaved)
 
@@ -122,7 +123,7 @@ def _llama3(plain: Tensor, base: float, scaling: dict) -> tuple[Tensor, float]:
 
 
 def _yarn(plain: Tensor, base: float, scaling: dict) -> tuple[Tensor, float]:
-    """Blend by the number of turns inside the original context, and a temperature on cos and sin (Peng et al. 2023, arXiv 2309.00071)."""
+    """Blend by the turns inside the original context, and a temperature (Peng et al. 2023, arXiv 2309.00071)."""
     factor, size = scaling["factor"], 2 * len(plain)
     original = scaling["original_max_position_embeddings"]
 

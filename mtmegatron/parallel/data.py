@@ -141,13 +141,13 @@ class Buckets:
         parts = [torch.linalg.vector_norm(b.gradients[b.shard]).square() for b in self.buckets if b.counted]
         return torch.stack(parts).sum() if parts else torch.zeros((), dtype=wide, device=self.mesh.device)
 
-    def zero_gradients(self) -> Tensor:
-        """How many elements of this rank's shards have a gradient of exactly zero."""
+    def zero_gradients(self, below: float) -> Tensor:
+        """How many elements of this rank's shards have a gradient of zero, or of at most `below`, which is rounding."""
         count = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         for bucket in self.buckets:
             if bucket.counted:
                 start, stop = bucket.shard.start, min(bucket.shard.stop, bucket.items[-1].stop)
-                count += (bucket.gradients[start : max(start, stop)] == 0).sum()
+                count += (bucket.gradients[start : max(start, stop)].abs() <= below).sum()
         return count
 
     def gather_values(self) -> None:

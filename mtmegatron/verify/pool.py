@@ -106,8 +106,8 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             answer = (True, _job(function, rank, world, store, timeout, args), time.time())
-        except BaseException:
-            answer = (False, traceback.format_exc(), time.time())
+        except BaseException as error:
+            answer = (False, traceback.format_exc(), getattr(error, "raised_at", time.time()))
         pipe.send(answer)
 
 
@@ -117,5 +117,8 @@ def _job(function: Callable, rank: int, world: int, store: str, timeout: float, 
     dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
     try:
         return function(rank, world, *args)
+    except BaseException as error:
+        error.raised_at = time.time()  # before this rank leaves the group, which makes the others fail too
+        raise
     finally:
         dist.destroy_process_group()

@@ -19,6 +19,7 @@ import torch
 
 from mtmegatron.batch import Batch
 from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.load import validate
 from mtmegatron.config.schema import Config
 from mtmegatron.data.gpt import Sample
 from mtmegatron.data.loader import micro_batches
@@ -84,7 +85,7 @@ class Check:
 
 def serial_reference(config: Config, precisions: tuple[str, ...]) -> Reference:
     """Runs the configuration in this one process, in fp64 and in each precision."""
-    single = check(_laid_out(config, {}, "fp64"), 1)
+    single = check(laid_out(config, {}, "fp64"), 1)
     engine = Engine(single, Mesh(layout_of(single)))
     state = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     exact, kept = Trace(), {"state": state}
@@ -104,12 +105,16 @@ def serial_reference(config: Config, precisions: tuple[str, ...]) -> Reference:
 
 def compare(config: Config, layout: dict[str, object], precision: str, reference: Reference, pool: Pool, timeout: float = 240.0) -> list[Check]:
     """Runs one layout in as many processes as it has ranks and checks all that the protocol checks."""
-    world = math.prod(int(layout.get(axis, 1)) for axis in ("tensor", "pipeline", "data"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "reference.pt"
         torch.save(reference.tensors, path)
-        traces = pool.run(_rank, world, config, layout, precision, path, timeout=timeout)
+        traces = pool.run(_rank, world_of(layout), config, layout, precision, path, timeout=timeout)
     return list(_checks(describe(layout), precision, traces, reference))
+
+
+def world_of(layout: dict[str, object]) -> int:
+    """Processes of a layout."""
+    return math.prod(int(layout.get(axis, 1)) for axis in ("tensor", "pipeline", "data"))
 
 
 def describe(layout: dict[str, object]) -> str:
@@ -119,9 +124,9 @@ def describe(layout: dict[str, object]) -> str:
 
 def run_layout(rank: int, world: int, config: Config, layout: dict, precision: str, tensors: dict[str, dict[str, torch.Tensor]]) -> Trace:
     """One rank of one layout: the protocol's steps, with this rank's squared differences from the reference."""
-    laid_out = check(_laid_out(config, layout, precision), world)
-    mesh = Mesh(layout_of(laid_out), rank, connect=world > 1)
-    engine = Engine(laid_out, mesh)
+    own = check(laid_out(config, layout, precision), world)
+    mesh = Mesh(layout_of(own), rank, connect=world > 1)
+    engine = Engine(own, mesh)
     load_state(engine, tensors["state"])
     trace = Trace()
     for kind, mine in _steps(engine, trace):
@@ -145,12 +150,13 @@ def _rank(rank: int, world: int, config: Config, layout: dict, precision: str, p
     return run_layout(rank, world, config, layout, precision, torch.load(path, mmap=True))
 
 
-def _laid_out(config: Config, layout: dict, precision: str) -> Config:
-    """The configuration under a layout, in a precision."""
-    layout = dict(layout)
-    train = config.train.model_copy(update={"precision": precision} | {k: layout.pop(k) for k in ("micro_batch",) if k in layout})
-    parallel = type(config.parallel).model_validate(config.parallel.model_dump(include={"bucket_mb", "overlap"}) | layout)
-    return config.model_copy(update={"parallel": parallel, "train": train})
+def laid_out(config: Config, layout: dict, precision: str) -> Config:
+    """The configuration under a layout (settings of `parallel`, and `micro_batch`), in a precision. Raises UserError."""
+    tree = config.model_dump()
+    settings = {key: value for key, value in layout.items() if key != "micro_batch"}
+    tree["parallel"] = {"bucket_mb": config.parallel.bucket_mb, "overlap": config.parallel.overlap} | settings
+    tree["train"] |= {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
+    return validate(tree, f"layout {describe(layout)}")
 
 
 def batches(engine: Engine, step: int) -> list[Batch]:
@@ -165,8 +171,9 @@ def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, dict[str, torch.
     for step in range(STEPS):
         mine = batches(engine, step)
         if step == 0:
-            engine.gradients(mine, engine.count_tokens(mine))
-            trace.zeros = int(engine.mesh.world.all_reduce(engine.buckets.zero_gradients().reshape(1)))
+            _, _, norm = engine.gradients(mine, engine.count_tokens(mine))
+            rounding = torch.finfo(engine.types.gradient).eps * norm
+            trace.zeros = int(engine.mesh.world.all_reduce(engine.buckets.zero_gradients(rounding).reshape(1)))
             yield "gradient", {i.name: i.param.grad_sum for b in engine.buckets.buckets for i in b.items}
         result = engine.step(mine, step)
         trace.losses.append(result.loss)

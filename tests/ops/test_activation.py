@@ -30,7 +30,8 @@ def test_activation_and_gradient_are_the_formula(name, dtype):
     x = leaf(19, 12, dtype=dtype)
     actual = gradients(function, x)
     assert actual[0].shape == (19, 6 if gated else 12) and actual[0].dtype == dtype
-    assert_near(actual, gradients(FORMULAS[name], *double(x)), 8)  # three roundings a value, and those inside the kernels
+    expected = gradients(FORMULAS[name], *double(x))
+    assert_near(actual, expected, 8)  # three to five roundings a value, and those inside the kernels
 
 
 @pytest.mark.parametrize("name", FORMULAS)

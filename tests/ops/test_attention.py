@@ -19,8 +19,8 @@ from tests.ops.helpers import assert_near, double, each_dtype, gradients, leaf
 UNEQUAL = Bounds((0, 1, 66, 70, 71, 200))  # lengths 1, 65, 4, 1, 129: alone, over a block bound, and over two
 BOUNDS = {"equal": Bounds.equal(2, 100), "unequal": UNEQUAL, "single tokens": Bounds.equal(200, 1)}
 HEADS = [(4, 4, 8, 8), (6, 2, 8, 8), (4, 1, 8, 8), (4, 4, 12, 8), (2, 2, 4, 8)]  # N, K, H of query and key, H of value
-# Values are of size 1 and so are the terms of a gradient, which may cancel (a single token has no gradient to its query).
-# A score, an output and a gradient are sums of up to 129 products: a random walk of their roundings, twice (softmax of a sum).
+# A score, an output and a gradient are sums of up to 129 products: a random walk of their roundings, twice (softmax of
+# a sum). Values are of size 1 and so are the terms of a gradient, which may cancel: a single token's query has none.
 ROUNDINGS = 4 * 129**0.5
 
 
@@ -34,9 +34,11 @@ def by_formula(query, key, value, bounds, causal, scale=None):
     return torch.cat([attention_reference(*(t[None] for t in p), causal, scale)[0][0] for p in pieces])
 
 
-@pytest.fixture(params=["blocks", "flash"])
+@pytest.fixture(params=["blocks of 64", "blocks of 3", "flash"])
 def path(request, monkeypatch):
-    """Both CPU paths at test sizes: the flash operator is the one for long documents."""
+    """Both CPU paths at test sizes: small blocks have many borders; the flash operator is for long documents."""
+    if request.param == "blocks of 3":
+        monkeypatch.setattr(module, "ROWS", 3)
     if request.param == "flash":
         monkeypatch.setattr(module, "LONGEST", 0)
 

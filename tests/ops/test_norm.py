@@ -16,7 +16,7 @@ from tests.ops.helpers import assert_near, double, each_dtype, gradients, leaf
 
 EPS = 1e-6
 T, D = 37, 24
-# A row sum of D products and a weight gradient of T: a random walk of that many roundings, and a few of the formula itself.
+# A row sum of D products and a weight gradient of T: a random walk of so many roundings, and a few of the formula.
 ROUNDINGS = 8 + T**0.5
 
 
@@ -49,7 +49,8 @@ def test_layer_norm_is_the_formula(dtype, bias):
     def call(function):
         return lambda x, w, b=None: function(x, w, b, EPS)
 
-    assert_near(gradients(call(layer_norm), *inputs), gradients(call(layer_norm_reference), *double(*inputs)), ROUNDINGS)
+    expected = gradients(call(layer_norm_reference), *double(*inputs))
+    assert_near(gradients(call(layer_norm), *inputs), expected, ROUNDINGS)
 
 
 def test_layer_norm_with_weights_of_another_dtype_returns_the_input_dtype():

@@ -33,7 +33,8 @@ SCALINGS = [
 @pytest.mark.parametrize("base", [1e4, 5e5])
 def test_scaled_frequencies_equal_transformers(scaling, base):
     parameters = scaling | {"rope_theta": base}
-    config = LlamaConfig(hidden_size=2 * H, num_attention_heads=2, max_position_embeddings=163840, rope_parameters=parameters)
+    sizes = dict(hidden_size=2 * H, num_attention_heads=2, max_position_embeddings=163840)
+    config = LlamaConfig(**sizes, rope_parameters=parameters)
     expected, expected_factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
     actual, factor = inverse_frequencies(H, base, scaling)
     # theirs is made in fp32: base^x carries the rounding of x times ln(base) < 14, and a blend a few more
@@ -90,8 +91,9 @@ def test_scores_depend_on_the_distance_alone(interleaved):
     query, key = leaf(1, 1, 8), leaf(1, 1, 8, seed=1)
 
     def score(i, j):
-        turned = (rope(x, *rope_table(torch.tensor([p]), 8, 100.0, torch.float64), interleaved) for x, p in ((query, i), (key, j)))
-        return (next(turned) * next(turned)).sum()
+        tables = (rope_table(torch.tensor([p]), 8, 100.0, torch.float64) for p in (i, j))
+        turned = [rope(x, *table, interleaved) for x, table in zip((query, key), tables)]
+        return (turned[0] * turned[1]).sum()
 
     assert torch.allclose(score(3, 1), score(103, 101), rtol=1e-12)
     assert not torch.allclose(score(3, 1), score(3, 2), rtol=1e-3)

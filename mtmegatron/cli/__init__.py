@@ -1,0 +1,1 @@
+"""The command line tool `mtm`: one file per command, each thin."""

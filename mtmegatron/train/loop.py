@@ -1,0 +1,203 @@
+"""The training loop: from a configuration and this process's place to a trained, saved model.
+
+Notable, in order: everything the user can have said wrong is checked before the process group exists; then the mesh, the model, the newest
+checkpoint; then steps. The loop holds no state of its own but the step number, so resuming is starting at another number.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtmegatron.checkpoint.folder import Folder
+from mtmegatron.checkpoint.state import save
+from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.schema import Config
+from mtmegatron.data.loader import micro_batches
+from mtmegatron.device import Device, choose_device
+from mtmegatron.errors import UserError
+from mtmegatron.launch import start_group, stop_group
+from mtmegatron.mesh import Mesh
+from mtmegatron.models.size import training_flops
+from mtmegatron.process import Process
+from mtmegatron.train.corpus import Corpus, open_corpus, with_vocabulary
+from mtmegatron.train.engine import Engine, StepResult
+from mtmegatron.train.metrics import Metrics, mfu
+from mtmegatron.train.picture import loss_picture
+from mtmegatron.train.progress import Progress
+from mtmegatron.train.resume import resume
+
+
+def prepare(config: Config, world: int) -> tuple[Config, Corpus]:
+    """The configuration as the run uses it, and its data. Raises UserError for all that can be known without processes."""
+    resolved = check(with_vocabulary(config), world)
+    _check_folder(Path(resolved.train.folder))
+    return resolved, open_corpus(resolved)
+
+
+def train(config: Config, process: Process) -> None:
+    """Trains in this process, one of `process.world`."""
+    config, corpus = prepare(config, process.world)
+    device = choose_device(config.device, process.local_rank)
+    _check_fresh(config, process)
+    start_group(process, device, config.train.timeout)
+    try:
+        mesh = Mesh(layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1)
+        engine = Engine(config, mesh, device.native_bf16_matmul)
+        Loop(config, corpus, device, mesh, engine).run()
+    finally:
+        stop_group()
+
+
+@dataclass
+class Loop:
+    """The steps of a run on one rank."""
+
+    config: Config
+    corpus: Corpus
+    device: Device
+    mesh: Mesh
+    engine: Engine
+    after_step: Callable[[int, StepResult], None] = lambda step, result: None
+    skipped: int = field(default=0, init=False)
+
+    def run(self) -> None:
+        """Resumes if there is something to resume, trains to the last step, evaluates, saves, draws."""
+        config, rank = self.config, self.mesh.rank
+        self.folder = Folder(Path(config.train.folder) / "checkpoints")
+        first, notes = 0, []
+        if config.train.resume != "never":
+            first = resume(self.engine, self.folder, self._extra(), notes.append)
+        if config.train.resume == "must" and not first:
+            raise UserError(f"`train.resume: must`, but {self.folder.root} holds no good checkpoint: give the folder of the run to go on with")
+        self.progress = Progress(config.train.steps, first, rank=rank)
+        self.metrics = Metrics(Path(config.train.folder), config.log, first_step=first, rank=rank)
+        try:
+            self._announce(notes if first else [])
+            for step in range(first, config.train.steps):
+                self._one_step(step)
+            self._finish(first)
+        finally:
+            self.metrics.close()
+            self.progress.close()
+
+    def _one_step(self, step: int) -> None:
+        begin = time.perf_counter()
+        batches = micro_batches(self.config, self.corpus.train, self.mesh.coordinate("data"), step, self.mesh.device)
+        result = self.engine.step(batches, step)
+        if result.fault:
+            self._on_fault(step, result, batches)
+        else:
+            self.skipped = 0
+        self.after_step(step, result)
+        done = step + 1
+        if done % self.config.log.every == 0 or result.fault or done == self.config.train.steps:
+            self._log(done, result, time.perf_counter() - begin)
+        every = self.config.train.eval_every
+        if every and done % every == 0 and done != self.config.train.steps:
+            self._evaluate(done)
+        every = self.config.checkpoint.every
+        if every and done % every == 0 and done != self.config.train.steps:
+            self._save(done)
+
+    def _finish(self, first: int) -> None:
+        steps = self.config.train.steps
+        if first >= steps:
+            self.progress.say(f"nothing to do: the run already has {first} of {steps} steps")
+            return
+        self._evaluate(steps)
+        if self.config.checkpoint.at_end:
+            self._save(steps)
+        if self.mesh.rank == 0:
+            self.metrics.close()
+            folder = Path(self.config.train.folder)
+            loss_picture(folder / "metrics.jsonl", folder / "loss.png")
+
+    def _log(self, step: int, result: StepResult, seconds: float) -> None:
+        train, world = self.config.train, self.mesh.layout.world
+        peak = torch.tensor([float(self.device.memory_peak())], device=self.mesh.device)
+        rate = train.global_batch * self.config.data.sequence / seconds
+        values: dict[str, Any] = {
+            "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "tokens_per_second": rate, "seconds": seconds,
+            "memory_bytes": int(self.mesh.world.all_reduce(peak, "max").item()), "samples": step * train.global_batch, "tokens": result.tokens,
+        }  # fmt: skip
+        if train.z_loss:
+            values["z_loss"] = result.z_loss
+        flops = training_flops(self.config.model, self.config.data.sequence)
+        used = mfu(flops, rate, self.device.peak_flops(self.engine.types.compute), world)
+        if used is not None:
+            values["mfu"] = used
+        if result.fault:
+            values["skipped"] = result.fault
+        self.metrics.write(step, values)
+        self.progress.update(step, values)
+
+    def _evaluate(self, step: int) -> None:
+        if self.corpus.valid is None:
+            return
+        total, tokens = 0.0, 0
+        for index in range(self.config.train.eval_batches):
+            batches = micro_batches(self.config, self.corpus.valid, self.mesh.coordinate("data"), index, self.mesh.device)
+            loss, count = self.engine.evaluate(batches)
+            total, tokens = total + loss, tokens + count
+        loss = total / max(tokens, 1)
+        self.metrics.write(step, {"valid_loss": loss})
+        self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,} tokens")
+
+    def _save(self, step: int) -> None:
+        begin = time.perf_counter()
+        save(self.folder, step, self.engine.optimizer, self.mesh, self._extra())
+        self.progress.say(f"step {step}: checkpoint complete in {self.folder.path(step)} ({time.perf_counter() - begin:.1f} s)")
+        if self.mesh.rank == 0:
+            self.folder.prune(self.config.checkpoint.keep)
+
+    def _extra(self) -> dict[str, Any]:
+        """What the manifest tells beside the tensors."""
+        tokenizer = self.corpus.tokenizer
+        return {
+            "config": self.config.model_dump(mode="json"), "layout": self.mesh.layout.describe(),
+            "tokenizer": None if tokenizer is None else str(tokenizer.spec), "tokenizer_hash": None if tokenizer is None else tokenizer.hash,
+        }  # fmt: skip
+
+    def _on_fault(self, step: int, result: StepResult, batches: list) -> None:
+        self.skipped += 1
+        where = self.engine.find_fault(batches, result.tokens) if result.tokens else ""
+        text = f"step {step + 1} skipped: {result.fault}" + (f"; {where}" if where else "")
+        self.progress.say(text)
+        if self.skipped > self.config.train.max_skipped:
+            raise UserError(
+                f"{text}\n{self.skipped} steps in a row were skipped (`train.max_skipped: {self.config.train.max_skipped}`): "
+                "lower the learning rate, look at the data of these steps, or go on from an earlier checkpoint"
+            )
+
+    def _announce(self, notes: list[str]) -> None:
+        config, layout = self.config, self.mesh.layout
+        for note in notes:
+            self.progress.say(note)
+        if self.corpus.epochs > 1:
+            self.progress.say(f"the corpus is shorter than the run: it is read {self.corpus.epochs} times, each time in another order")
+        self.progress.say(
+            f"{layout.world} process{'es' * (layout.world > 1)} ({layout.describe()}) on {self.device.name}, {config.train.precision}, "
+            f"{config.train.global_batch * config.data.sequence:,} tokens per step"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    """The run's folder can be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"`train.folder: {folder}` cannot be written: {error.strerror}: choose another folder or repair its permissions") from None
+
+
+def _check_fresh(config: Config, process: Process) -> None:
+    """A run that must not resume does not mix with an earlier one."""
+    root = Path(config.train.folder) / "checkpoints"
+    if config.train.resume == "never" and process.attempt == 0 and Folder(root).steps():
+        raise UserError(f"`train.resume: never`, but {root} holds checkpoints of an earlier run: choose another train.folder, or resume: auto")

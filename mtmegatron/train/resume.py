@@ -1,0 +1,81 @@
+"""Going on from the newest good checkpoint of a run's folder.
+
+Notable: what the run computes must not change unnoticed: values of the configuration that differ from the checkpoint's are refused unless named in
+`train.accept_changes`; how it executes (parallel, device, logging, folders) may change freely.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mtmegatron.checkpoint.folder import Folder
+from mtmegatron.checkpoint.state import check_architecture, load
+from mtmegatron.checkpoint.store import CheckpointError, Store
+from mtmegatron.config.load import values
+from mtmegatron.config.schema import Config
+from mtmegatron.errors import UserError
+from mtmegatron.train.engine import Engine
+
+FREE = ("device", "parallel.", "log.", "checkpoint.", "data.cache", "data.train", "data.valid", "data.tokenizer", "train.folder", "train.resume",
+        "train.accept_changes", "train.eval_", "train.max_skipped", "train.timeout", "train.micro_batch")  # fmt: skip
+
+
+def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[[str], None]) -> int:
+    """Loads the newest good checkpoint into the engine; returns the step to go on with (0: there is none).
+
+    A damaged checkpoint is passed over aloud for the one before. Raises UserError."""
+    before: int | None = None
+    while True:
+        store = _choose(engine, folder, before, say)
+        if store is None:
+            return 0
+        check_architecture(store, engine.optimizer)
+        check_changes(engine.config, store, extra)
+        fault = _load(engine, store)
+        if not fault:
+            say(f"resumed from step {store.extra['step']} in {store.folder}")
+            return store.extra["step"]
+        say(f"passing over the checkpoint of step {store.extra['step']}: {fault}")
+        before = store.extra["step"]
+
+
+def check_changes(config: Config, store: Store, extra: dict[str, Any]) -> None:
+    """UserError that lists both values of what differs from the checkpoint's configuration and was not accepted."""
+    saved, now = values(Config.model_validate(store.extra["config"])), values(config)
+    lines = [
+        f"{key}: {saved.get(key)} in the checkpoint, {now[key]} now"
+        for key in now
+        if saved.get(key) != now[key] and not key.startswith(FREE) and key not in config.train.accept_changes
+    ]
+    if extra.get("tokenizer_hash") != store.extra.get("tokenizer_hash"):
+        lines.append("the tokenizer is another one")
+    if lines:
+        raise UserError(
+            f"{store.folder} was made with another configuration:\n  " + "\n  ".join(lines)
+            + "\n  set the values back, name them in train.accept_changes, or choose another train.folder"
+        )  # fmt: skip
+
+
+def _choose(engine: Engine, folder: Folder, before: int | None, say: Callable[[str], None]) -> Store | None:
+    """The first rank chooses, the others open the same step."""
+    chosen = torch.zeros(1, dtype=torch.int64, device=engine.mesh.device)
+    if engine.mesh.rank == 0:
+        store = folder.newest_good(say, before)
+        chosen[0] = 0 if store is None else store.extra["step"]
+    step = int(engine.mesh.world.all_reduce(chosen).item())
+    return folder.open(step) if step else None
+
+
+def _load(engine: Engine, store: Store) -> str:
+    """Loads; tells why a rank could not read the checkpoint, or nothing when all could."""
+    fault = ""
+    try:
+        load(store, engine.optimizer, engine.mesh)
+    except CheckpointError as error:
+        fault = str(error)
+    failed = torch.tensor([1 if fault else 0], device=engine.mesh.device)
+    if not int(engine.mesh.world.all_reduce(failed).item()):
+        engine.optimizer.publish()
+        return ""
+    return fault or "another rank could not read it"

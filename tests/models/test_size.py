@@ -1,0 +1,331 @@
+"""How large a model is, who holds which part, what it costs, where it starts, and what decays: from configurations, against outside values.
+
+Notable: the parts that the ranks of a layout hold are built on torch's meta device, without processes, for any layout that hypothesis thinks of;
+together they must cover each parameter exactly once in each of its copies.
+"""
+
+import json
+import math
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from typer import Typer
+from typer.testing import CliRunner
+
+from mtmegatron.cli.info import describe, info_command, readable_bytes
+from mtmegatron.config import Config, check, load
+from mtmegatron.config.constraints import layout_of
+from mtmegatron.config.schema import ParallelConfig
+from mtmegatron.data.loader import micro_batches
+from mtmegatron.layers.build import Build
+from mtmegatron.layout import Layout
+from mtmegatron.mesh import Mesh
+from mtmegatron.models.decoder import Decoder
+from mtmegatron.models.size import parameters, split_layers, training_flops
+from mtmegatron.train.engine import Engine
+from mtmegatron.verify.protocol import RandomSamples
+from tests.shared import shared
+from tests.tiny import GPT2, tiny
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "llama2-7b": 6_738_415_616,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen2-0.5b": 494_032_768,
+}
+BIASES = {"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}
+# every kind of norm, position, activation, bias, head and table
+KINDS = {
+    "gpt2": GPT2["model"],
+    "llama": {},
+    "llama-tied": {"tied": True},
+    "qwen2": {"bias_qkv": True, "tied": True},
+    "one-kv-head": {"kv_heads": 1, "head_size": 20},
+    "geglu": {"activation": "geglu", "norm": "layernorm"},
+    "geglu-tanh": {"activation": "geglu_tanh", "kv_heads": 4, "rope_fraction": 0.5},
+    "gelu": {"activation": "gelu", **BIASES},
+    "squared-relu": {"activation": "squared_relu", "positions": "learned"},
+}
+
+
+def part(config: Config, layout: Layout, rank: int) -> Decoder:
+    """The model part of a rank, on the meta device."""
+    stage, stages = layout.coordinate(rank, "pipeline"), layout.pipeline
+    layers = split_layers(config.model, stages, config.data.sequence, config.parallel.pipeline_layers)[stage]
+    with torch.device("meta"):
+        return Decoder(config, Build(Mesh(layout, rank)), layers, stage == 0, stage == stages - 1)
+
+
+def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model in one process."""
+    serial = check(config.model_copy(update={"parallel": ParallelConfig()}), 1)
+    return {name: p.placement.shape for name, p in part(serial, Layout(), 0).named_parameters()}
+
+
+def existing(config: Config) -> int:
+    return sum(map(math.prod, whole_shapes(config).values()))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_architectures_have_the_published_number_of_parameters(name):
+    config = check(load(CONFIGS / f"{name}.yaml").config, 1)
+    assert parameters(config.model) == PUBLISHED[name]
+    assert existing(config) == PUBLISHED[name]
+
+
+def test_every_architecture_file_is_tested():
+    described = [path.stem for path in CONFIGS.glob("*.yaml") if load(path).config.model.width >= 768]
+    assert sorted(described) == sorted(PUBLISHED)
+
+
+def test_golden_gpt_of_6240_parameters():
+    """Megatron's own smoke test: GPT-2 blocks of 1,884 parameters, an output projection of its own."""
+    model = GPT2["model"] | {"layers": 2, "width": 12, "heads": 4, "vocab": 100, "max_positions": 4, "tied": False}
+    config = check(Config.model_validate({"model": model, "data": {"sequence": 4}}), 1)
+    assert parameters(config.model) == 6240 == existing(config)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_count_is_that_of_the_parameters_that_exist(kind):
+    config = check(tiny(model=KINDS[kind]), 1)
+    assert parameters(config.model) == existing(config)
+
+
+THEIR_WORDS = {
+    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size", "vocab": "vocab_size", "norm_eps": "rms_norm_eps", "rope_base": "rope_theta",
+    "tied": "tie_word_embeddings", "init_std": "initializer_range", "max_positions": "max_position_embeddings",
+    "rope_scaling": "rope_scaling",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name, folder", [("llama3-8b", "Llama3-8B"), ("llama3-70b", "Llama3-72B"), ("qwen2-0.5b", "Qwen2-0.5B")])
+def test_architecture_files_say_what_the_published_files_say(name, folder):
+    published = json.loads(shared(f"hf_config/full/{folder}/config.json").read_text())
+    model = load(CONFIGS / f"{name}.yaml").config.model
+    if name == "llama3-8b":  # the file at hand is that of Llama 3.1, which differs in the long context alone, as ours says
+        text = (CONFIGS / f"{name}.yaml").read_text()
+        assert f"max_positions: {published['max_position_embeddings']}" in text
+        assert all(f"{key}: {value}" in text for key, value in published["rope_scaling"].items())
+        published |= {"max_position_embeddings": 8192, "rope_scaling": None}
+    assert {key: getattr(model, key) for key in THEIR_WORDS} == {key: published.get(word) for key, word in THEIR_WORDS.items()}
+    assert model.activation == "swiglu" and published["hidden_act"] == "silu"
+    assert model.bias_qkv == (published["model_type"] == "qwen2")
+
+
+@st.composite
+def laid_out(draw) -> tuple[Config, Layout]:
+    """A small model and a layout that it allows: key/value heads fewer than tensor ranks or more, uneven vocabulary, ffn and stages, tied or not."""
+    tensor = draw(st.integers(1, 6))
+    kv_heads = draw(st.sampled_from([k for k in range(1, 13) if k % tensor == 0 or tensor % k == 0]))
+    heads = math.lcm(kv_heads, tensor) * draw(st.integers(1, 2))
+    layers, data = draw(st.integers(1, 5)), draw(st.integers(1, 2))
+    model = KINDS[draw(st.sampled_from(["gpt2", "llama", "qwen2"]))] | {
+        "layers": layers, "width": 8, "heads": heads, "kv_heads": kv_heads, "head_size": 2, "tied": draw(st.booleans()),
+        "ffn": draw(st.integers(tensor, 20)), "vocab": draw(st.integers(tensor, 40)),
+    }  # fmt: skip
+    parallel = {"tensor": tensor, "pipeline": draw(st.integers(1, layers + 2)), "data": data, "sequence": draw(st.booleans()) if tensor > 1 else False}
+    tree = {"model": model, "parallel": parallel, "data": {"sequence": tensor * 4}, "train": {"global_batch": data}}
+    config = check(Config.model_validate(tree), tensor * parallel["pipeline"] * data)
+    return config, layout_of(config)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(laid_out())
+def test_the_ranks_of_a_layout_hold_every_parameter_exactly_once_in_each_copy(case):
+    config, layout = case
+    shapes = whole_shapes(config)
+    painted: dict[tuple, np.ndarray] = {}
+    stages = defaultdict(set)
+    for rank in range(layout.world):
+        for name, param in part(config, layout, rank).named_parameters():
+            assert param.placement.shape == shapes[name]
+            offset, size = param.placement.offset_and_size(layout, rank)
+            assert tuple(param.shape) == size
+            split = {axis for _, axis in param.placement.split}
+            copy = "key_value_copies" if "key_value" in split else None if "tensor" in split else "tensor"
+            where = [layout.coordinate(rank, axis) for axis in ("data", "pipeline", copy) if axis]
+            canvas = painted.setdefault((name, *where), np.zeros(shapes[name], dtype=int))
+            canvas[tuple(slice(o, o + n) for o, n in zip(offset, size))] += 1
+            stages[name].add(layout.coordinate(rank, "pipeline"))
+    assert stages.keys() == shapes.keys()
+    assert all((canvas == 1).all() for canvas in painted.values())
+    ends = {0, layout.pipeline - 1}
+    assert all(where == ends if config.model.tied and name == "embedding.weight" else len(where) == 1 for name, where in stages.items())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(laid_out())
+def test_every_rank_holds_the_key_heads_that_its_query_heads_read(case):
+    """Rows of a head stay together (V03), biases with them (V06)."""
+    config, layout = case
+    model = config.model
+    for rank in range(layout.stage):
+        for name, param in part(config, layout, rank).named_parameters():
+            if ".query." in name:
+                start, size = (x[0] // model.head_size for x in param.placement.offset_and_size(layout, rank))
+                group = model.heads // model.kv_heads
+                needed = (start // group, (start + size - 1) // group)
+            elif ".key." in name or ".value." in name:
+                start, size = (x[0] / model.head_size for x in param.placement.offset_and_size(layout, rank))
+                assert (start, start + size - 1) == needed
+
+
+@pytest.mark.parametrize("layers, pipeline", [(30, 4), (80, 16), (5, 2), (6, 4), (10, 2), (1, 3)])
+def test_no_layer_is_lost_between_stages(layers, pipeline):
+    """Field bug P24."""
+    config = check(tiny(model={"layers": layers}, parallel={"pipeline": pipeline}), pipeline)
+    split = split_layers(config.model, pipeline, 32)
+    assert [layer for stage in split for layer in stage] == list(range(layers))
+    held = Counter(n for r in range(pipeline) for n, _ in part(config, layout_of(config), r).named_parameters())
+    assert set(held.values()) == {1} and held.keys() == whole_shapes(config).keys()
+
+
+THEIR_SIZES = {"vocab_size": 259, "attn_implementation": "eager", "use_cache": False}
+COUNTED = {
+    "grouped, gated": LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, **THEIR_SIZES
+    ),
+    "one key head, wide": LlamaConfig(
+        hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=1, head_dim=20, **THEIR_SIZES
+    ),
+    "plain": GPT2Config(n_embd=64, n_inner=176, n_layer=4, n_head=4, n_positions=40, bos_token_id=0, eos_token_id=0, **THEIR_SIZES),
+}  # fmt: skip
+OUR_SIZES = {"grouped, gated": {}, "one key head, wide": KINDS["one-kv-head"], "plain": KINDS["gpt2"] | {"kv_heads": 4}}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_training_flops_are_those_that_a_counter_sees(kind):
+    """Field bug T01. Batched products are attention's, which transformers computes whole; causal attention is (S + 1) / 2S of the square."""
+    sequence = 32
+    model = (GPT2LMHeadModel if kind == "plain" else LlamaForCausalLM)(COUNTED[kind])
+    tokens = torch.zeros(1, sequence, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).loss.backward()
+    counts = {str(op).split(".")[-1]: n for op, n in counter.get_flop_counts()["Global"].items()}
+    attention = counts.pop("bmm")
+    counted = (sum(counts.values()) + attention * (sequence + 1) / (2 * sequence)) / sequence
+    config = check(tiny(model=OUR_SIZES[kind]), 1)
+    assert training_flops(config.model, sequence) == pytest.approx(counted, rel=0.02)
+
+
+def test_flops_depend_on_nothing_but_the_model_and_the_sequence():
+    serial = check(tiny(), 1)
+    parallel = check(tiny(parallel={"tensor": 2, "pipeline": 2}), 8)
+    assert training_flops(serial.model, 32) == training_flops(parallel.model, 32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_loss_is_that_of_a_uniform_guess(kind):
+    """Field bug P40: ln(V), and the little that the variance of the first logits adds."""
+    config = check(tiny(model=KINDS[kind]), 1)
+    engine = Engine(config, Mesh(layout_of(config)))
+    batches = micro_batches(config, RandomSamples(config.model.vocab, config.data.sequence, 0), 0, 0)
+    loss, _, _ = engine.gradients(batches, engine.count_tokens(batches))
+    assert loss == pytest.approx(math.log(config.model.vocab), abs=0.3)
+
+
+def decayed(rank: int, world: int, config: Config) -> dict[str, float]:
+    """By name, the factor of one update with learning rate 0.1 and zero gradients, the same for all elements (nan if not)."""
+    config = check(config, world)
+    engine = Engine(config, Mesh(layout_of(config), rank, connect=world > 1))
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            param.fill_(1.0)
+    engine.optimizer.refresh_masters()
+    engine.buckets.start()
+    engine.buckets.finish()
+    engine.optimizer.step(0.1, 1.0)
+    factors = {name: param.detach().unique() for name, param in engine.model.named_parameters()}
+    return {name: float(values) if len(values) == 1 else math.nan for name, values in factors.items()}
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"tensor": 2, "zero": 1}, {"data": 2, "zero": 1}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "llama"])
+def test_matrices_decay_and_nothing_else(kind, embeddings, layout, pool):
+    """Field bug O02, in every layout alike."""
+    optimizer = {"weight_decay": 0.1, "decay_embeddings": embeddings}
+    config = tiny(model=KINDS[kind], optimizer=optimizer, parallel=layout, train={"precision": "fp64"})
+    world = math.prod(layout.get(axis, 1) for axis in ("tensor", "data", "pipeline"))
+    ranks = [decayed(0, 1, config)] if world == 1 else pool.run(decayed, world, config)
+    for name, shape in whole_shapes(config).items():
+        table = name in ("embedding.weight", "positions.weight")
+        right = 0.99 if len(shape) == 2 and (embeddings or not table) else 1.0
+        held = [factors[name] for factors in ranks if name in factors]
+        assert held and all(factor == pytest.approx(right, rel=1e-15) for factor in held), name
+
+
+def test_without_weight_decay_everything_still_learns():
+    config = check(tiny(optimizer={"weight_decay": 0.0}), 1)
+    engine = Engine(config, Mesh(layout_of(config)))
+    before = {name: param.detach().clone() for name, param in engine.model.named_parameters()}
+    for bucket in engine.buckets.buckets:
+        bucket.gradients.fill_(1.0)
+    engine.optimizer.step(0.1, 1.0)
+    assert not [name for name, param in engine.model.named_parameters() if not (param != before[name]).all()]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}, {"tensor": 4, "data": 3, "zero": 1}], ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_info_counts_the_bytes_that_a_rank_really_has(layout, precision):
+    config = tiny(model=KINDS["qwen2"], parallel=layout, train={"precision": precision, "global_batch": 6})
+    world = math.prod(layout.get(axis, 1) for axis in ("tensor", "data", "pipeline"))
+    config = check(config, world)
+    for stage, facts in enumerate(describe(config)["stages"]):
+        own = []
+        for rank in range(stage * world // config.parallel.pipeline, (stage + 1) * world // config.parallel.pipeline):
+            engine = Engine(config, Mesh(layout_of(config), rank))
+            own.append(real_bytes(engine))
+        assert (facts["weights"], facts["gradients"], facts["optimizer"]) == max(own)
+
+
+def real_bytes(engine: Engine) -> tuple[int, int, int]:
+    """Bytes of the different storages of weights, gradients, and optimizer state."""
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in engine.model.parameters()}
+    gradients = {p.grad_sum.untyped_storage().data_ptr(): p.grad_sum.untyped_storage().nbytes() for p in engine.model.parameters()}
+    states = [t.untyped_storage() for s in engine.optimizer.states for t in s.tensors.values()]
+    state = {s.data_ptr(): s.nbytes() for s in states if s.data_ptr() not in weights}
+    return sum(weights.values()), sum(gradients.values()), sum(state.values())
+
+
+def test_info_of_70_billion_parameters_on_512_ranks():
+    changes = ["parallel.tensor=8", "parallel.pipeline=4", "parallel.zero=1", "train.precision=bf16", "train.global_batch=16"]
+    config = check(load(CONFIGS / "llama3-70b.yaml", changes).config, 512)
+    facts = describe(config)
+    assert facts["parameters"]["total"] == PUBLISHED["llama3-70b"] == sum(facts["parameters"].values()) / 2
+    held = sum(stage["parameters"] for stage in facts["stages"])
+    norms = facts["parameters"]["norms"]
+    assert held == (PUBLISHED["llama3-70b"] - norms) // 8 + norms  # norms are whole on every tensor rank
+    first = facts["stages"][0]
+    assert first["weights"] == pytest.approx(2 * first["parameters"], rel=1e-4)
+    assert first["gradients"] == 2 * first["weights"]
+    assert first["optimizer"] == pytest.approx(12 * first["parameters"] / 16, rel=1e-3)
+
+
+@pytest.mark.parametrize("count, text", [(0, "0.00 B"), (1023, "1023.00 B"), (1024, "1.00 KiB"), (3 * 2**29, "1.50 GiB"), (2**52, "4096.00 TiB")])
+def test_readable_bytes(count, text):
+    assert readable_bytes(count) == text
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_info_command_prints_what_it_counted(options):
+    app = Typer()
+    app.command()(info_command)
+    arguments = [str(CONFIGS / "llama3-8b.yaml"), "parallel.tensor=2", "parallel.pipeline=2", *options]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "100"}, catch_exceptions=False)
+    if options:
+        facts = json.loads(result.output)
+        assert facts["layout"] == "tensor=2,pipeline=2" and [s["stage"] for s in facts["stages"]] == [0, 1]
+        assert sum(s["layers"] for s in facts["stages"]) == 32
+    else:
+        assert all(text in result.output for text in ("8,030,261,248", "tensor=2,pipeline=2", "training", "GiB"))

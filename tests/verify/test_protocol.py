@@ -1,0 +1,91 @@
+"""The protocol finds the faults that users of other frameworks suffered from, planted here one by one."""
+
+import pytest
+import torch
+
+from mtmegatron.layers.norm import Norm
+from mtmegatron.parallel import data
+from mtmegatron.verify import protocol
+from mtmegatron.verify.pool import RankFailed
+from mtmegatron.verify.protocol import compare, serial_reference
+from tests.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return serial_reference(tiny(model={"tied": True}), ("fp32",))
+
+
+def no_reduction(rank, world, config, layout, precision, path):
+    """Gradients of norm weights are not summed over the tensor axis."""
+    original = data.Bucket.start_reduction
+    data.Bucket.start_reduction = lambda self: original(self) if "tensor" not in self.axis.name else None
+    try:
+        return protocol._rank(rank, world, config, layout, precision, path)
+    finally:
+        data.Bucket.start_reduction = original
+
+
+def twice_counted(rank, world, config, layout, precision, path):
+    """Every rank counts its copies in the norm."""
+    original = data.Buckets.squared_norm
+    data.Buckets.squared_norm = lambda self: torch.stack([b.gradients.square().sum() for b in self.buckets]).sum()
+    try:
+        return protocol._rank(rank, world, config, layout, precision, path)
+    finally:
+        data.Buckets.squared_norm = original
+
+
+def small_drift(rank, world, config, layout, precision, path):
+    """One rank's norm weights are off by one part in a million."""
+    original = Norm.forward
+    Norm.forward = lambda self, x: original(self, x) * (1 + 1e-6 * (rank == 1))
+    try:
+        return protocol._rank(rank, world, config, layout, precision, path)
+    finally:
+        Norm.forward = original
+
+
+def no_gather(rank, world, config, layout, precision, path):
+    """Updated shards are not gathered."""
+    original = data.Buckets.gather_values
+    data.Buckets.gather_values = lambda self: None
+    try:
+        return protocol._rank(rank, world, config, layout, precision, path)
+    finally:
+        data.Buckets.gather_values = original
+
+
+FAULTS = [
+    (no_reduction, {"tensor": 2}, "gradient"), (twice_counted, {"data": 2, "zero": 1}, "gradient norm"),
+    (twice_counted, {"tensor": 2, "sequence": False}, "gradient norm"), (small_drift, {"tensor": 2}, "loss"), (no_gather, {"data": 2, "zero": 1}, "weight"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault, layout, what", FAULTS, ids=lambda v: getattr(v, "__name__", None))
+def test_a_planted_fault_is_found(fault, layout, what, reference, pool, monkeypatch):
+    monkeypatch.setattr(protocol, "_rank", fault)
+    checks = compare(tiny(model={"tied": True}), layout, "fp64", reference, pool)
+    assert any(c.what.startswith(what) and not c.passed for c in checks), checks
+
+
+def test_serial_is_its_own_reference(reference, pool):
+    assert all(c.error == 0 for c in compare(tiny(model={"tied": True}), {}, "fp64", reference, pool))
+
+
+def test_a_failing_rank_is_named(pool):
+    with pytest.raises(RankFailed, match="rank 1 of 2:(.|\n)*this one"):
+        pool.run(fails_on_one, 2)
+    assert pool.run(adds, 2) == [2.0, 2.0]  # and the pool goes on
+
+
+def fails_on_one(rank, world):
+    if rank == 1:
+        raise ValueError("this one")
+    torch.distributed.barrier()
+
+
+def adds(rank, world):
+    x = torch.ones(1)
+    torch.distributed.all_reduce(x)
+    return float(x)
