@@ -1,7 +1,7 @@
 """`mtm generate`: a checkpoint continues prompts, in this process or in as many as a layout needs.
 
-Notable: everything the user can have said wrong is told before a process is started; the parent chooses the checkpoint, so that all ranks read
-the same one even while training goes on.
+Notable: everything the user can have said wrong is told before a process is started; the parent chooses the checkpoint,
+so that all ranks read the same one even while training goes on.
 """
 
 import json
@@ -38,7 +38,7 @@ def generate_command(
     stop_id: Annotated[list[int] | None, typer.Option(help="Token that ends, beside end of document.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Instead of the one of the run.")] = None,
     layout: Annotated[str, typer.Option(help="e.g. tensor=2,pipeline=2; starts as many processes.")] = "tensor=1",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or musa.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, or a type of accelerator.")] = "auto",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp64; default: that of the run.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines: prompt, text, tokens.")] = False,
 ) -> None:
@@ -46,7 +46,8 @@ def generate_command(
 
     Example: `mtm generate runs/quickstart --prompt "Once upon a time" --prompt "The" --temperature 0.8 --top-p 0.9`
 
-    Generation ends at the end-of-document token, at a --stop text or a --stop-id (none of them is printed), or after --max-new-tokens.
+    Generation ends at the end-of-document token, at a --stop text or a --stop-id (none of them is printed), or after
+    --max-new-tokens.
     """
     from mtmegatron.launch import report
     from mtmegatron.process import find_process
@@ -81,7 +82,7 @@ def _generate(given: dict[str, Any], process: "Process") -> int:
     if process.world == world:
         return _be_one(request, given, process)
     if process.origin != "single":
-        raise UserError(f"--layout {given['layout']} is for {world} processes, but {process.world} were started: start {world}")
+        raise UserError(f"--layout {given['layout']} needs {world} processes, not {process.world}: start {world}")
     from mtmegatron.launch import launch
 
     command = [sys.executable, "-m", "mtmegatron.cli.main", "generate"]
@@ -126,9 +127,8 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
     device = choose_device(given["device"], process.local_rank)
     meeting = start_group(process, device, request.config.train.timeout) if process.world > 1 else None
     try:
-        mesh = Mesh(
-            layout_of(request.config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1
-        )
+        many, layout = process.world > 1, layout_of(request.config)
+        mesh = Mesh(layout, process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=many)
         model = load_model(request.store, request.config, mesh, device.native_bf16_matmul)
         new = generate(model, request.prompts, request.options, stops_at(request.tokenizer, request.stop))
         if process.rank == 0:
@@ -142,12 +142,18 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
 
 def show(request: Request, new: list[list[int]], as_json: bool) -> None:
     """Prints each prompt with its continuation, cut before the first stop text."""
-    for text, ids in zip(request.texts, new):
-        found = cut(request.tokenizer.decode(ids), request.stop)
+    for text, prompt, ids in zip(request.texts, request.prompts, new):
+        found = cut(continuation(request.tokenizer, prompt, ids), request.stop)
         if as_json:
             print(json.dumps({"prompt": text, "text": found, "tokens": ids}, ensure_ascii=False))
         else:
             print(text + found + "\n" * (len(new) > 1))
+
+
+def continuation(tokenizer: "Tokenizer", prompt: list[int], new: list[int]) -> str:
+    """The text of new tokens, read after their prompt: read alone some tokenizers drop the space before the first."""
+    start, whole = tokenizer.decode(prompt), tokenizer.decode(prompt + new)
+    return whole.removeprefix(start) if whole.startswith(start) else tokenizer.decode(new)
 
 
 def cut(text: str, stop: list[str]) -> str:
@@ -176,24 +182,25 @@ def open_checkpoint(path: Path, say: Callable[[str], None]) -> "Store":
     notes: list[str] = []
     store = Folder(root).newest_good(notes.append)
     if store is None:
-        raise UserError(f"no checkpoint at {path}: " + "; ".join(notes) + ": give a run's folder, its `checkpoints` or a `step-...` folder")
+        why = "; ".join(notes)
+        raise UserError(f"{path}: {why}: give the folder of a run, its `checkpoints`, or a complete `step-...` folder")
     for note in notes:
         say(note)
     return store
 
 
 def open_tokenizer(store: "Store", given: str | None, say: Callable[[str], None]) -> "Tokenizer":
-    """The tokenizer of the run, or the given one. Raises UserError when the run's has changed since, or there is none."""
+    """The tokenizer of the run, or the given one. Raises UserError when the run's has changed, or there is none."""
     from mtmegatron.data.tokenizers import load_tokenizer
 
     spec, trained = given or store.extra.get("tokenizer"), store.extra.get("tokenizer_hash")
     if not spec:
-        raise UserError(f"{store.folder} names no tokenizer: give --tokenizer (bytes, a tokenizer.json, a folder, a SentencePiece model)")
+        raise UserError(f"{store.folder} names no tokenizer: give --tokenizer (bytes, a file or a folder)")
     found = load_tokenizer(spec)
     if trained in (None, found.hash):
         return found
     if not given:
-        raise UserError(f"{spec} has changed since the model was trained with it: give the one of then with --tokenizer")
+        raise UserError(f"{spec} has changed since the model was trained with it: give that one with --tokenizer")
     say(f"warning: {spec} is not the tokenizer that the model was trained with")
     return found
 
@@ -204,7 +211,7 @@ def read_prompts(path: Path) -> list[str]:
         with open(path, encoding="utf-8") as file:
             lines = [line.removesuffix("\n") for line in file]
     except OSError as error:
-        raise UserError(f"--prompt-file {path} cannot be read: {error.strerror}: give a text file with one prompt per line") from None
+        raise UserError(f"--prompt-file {path} cannot be read: {error.strerror}: give a text file") from None
     except UnicodeDecodeError:
         raise UserError(f"--prompt-file {path} is not UTF-8 text: convert it") from None
     empty = [number for number, line in enumerate(lines, 1) if not line]

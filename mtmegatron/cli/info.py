@@ -1,7 +1,7 @@
-"""`mtm info`: what a model has and costs: parameters, FLOPs, and the bytes of its state on each pipeline stage of a layout.
+"""`mtm info`: what a model has and costs: parameters, FLOPs, and the bytes of its state on each pipeline stage.
 
-Notable: nothing is computed a second way. The ranks' real models, buckets and optimizers are built on torch's meta device, which allocates
-nothing, and their tensors are counted: a model of 70 billion parameters takes a second on a laptop.
+Notable: nothing is computed a second way. The ranks' real models, buckets and optimizers are built on torch's meta
+device, which allocates nothing, and their tensors are counted: 70 billion parameters take a second on a laptop.
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageBytes:
-    """State of one rank of a pipeline stage, the one that holds most: parameters, and bytes of weights, gradients and optimizer state."""
+    """State of the rank that holds most in a stage: parameters; bytes of weights, gradients and optimizer state."""
 
     stage: int
     layers: int
@@ -36,12 +36,14 @@ class StageBytes:
 def info_command(
     config: Annotated[Path, typer.Argument(help="YAML file of a run.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as many as wanted.")] = None,
-    nproc: Annotated[int | None, typer.Option(help="Processes of the run; default: one data rank, or parallel.data.")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Processes of the run; default: one data rank, or parallel.data.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show parameters, FLOPs per token and bytes per rank of a run, without starting it.
 
-    Example: `mtm info configs/llama3-70b.yaml parallel.tensor=8 parallel.pipeline=4 parallel.zero=1 train.precision=bf16 --nproc 32`
+    Example: `mtm info configs/llama3-70b.yaml parallel.tensor=8 parallel.pipeline=4 train.precision=bf16`
     """
     from mtmegatron.config import check, load
     from mtmegatron.train.corpus import with_vocabulary
@@ -144,7 +146,10 @@ def _print_tables(facts: dict) -> None:
     flops = facts["flops_per_token"]
     console = Console(highlight=False)
     console.print(counts)
-    console.print(f"FLOPs per token at {facts['sequence']:,} tokens: {flops['forward']:.4g} forward, {flops['training']:.4g} training")
+    console.print(
+        f"FLOPs per token at {facts['sequence']:,} tokens: "
+        f"{flops['forward']:.4g} forward, {flops['training']:.4g} training"
+    )
     console.print(state)
 
 

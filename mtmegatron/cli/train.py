@@ -28,22 +28,12 @@ def train_command(
     process = find_process(os.environ)
     loaded = load(config, overrides or [])
     if process.world > 1 or process.origin == "torchrun" or nproc == 1:
-        raise SystemExit(_be_one(loaded.config, process))
+        from mtmegatron.train.loop import train
+
+        raise SystemExit(train(loaded.config, process))
     from mtmegatron.launch import launch
     from mtmegatron.train.loop import prepare
 
     prepare(loaded.config, nproc)
     command = [sys.executable, "-m", "mtmegatron.cli.main", "train", str(config), *(overrides or [])]
     raise SystemExit(launch(command, nproc, max_restarts=max_restarts, port=port, log_folder=log_folder))
-
-
-def _be_one(config, process) -> int:
-    """Trains as one process of the run; the exit code."""
-    from mtmegatron.launch import report
-    from mtmegatron.train.loop import train
-
-    try:
-        train(config, process)
-        return 0
-    except BaseException as error:
-        return report(process, error)

@@ -87,10 +87,10 @@ def _world(config: Config, resolved: Config, world: int) -> Iterator[str]:
 
 def _heads(config: Config, resolved: Config, world: int) -> Iterator[str]:
     t, model = config.parallel.tensor, resolved.model
+    fit = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
     if model.heads % t:
-        yield f"`parallel.tensor: {t}` does not divide `model.heads: {model.heads}`: use {one_of(divisors(model.heads))}"
-    elif model.kv_heads % t and t % model.kv_heads:
-        fit = [d for d in divisors(model.heads) if model.kv_heads % d == 0 or d % model.kv_heads == 0]
+        yield f"`parallel.tensor: {t}` does not divide `model.heads: {model.heads}`: use {one_of(fit)}"
+    elif t not in fit:
         yield f"`parallel.tensor: {t}` and `model.kv_heads: {model.kv_heads}`: one must divide the other: use tensor {one_of(fit)}"
     for name, size in (("ffn", model.ffn), ("vocab", model.vocab)):
         if size is not None and size < t:

@@ -4,6 +4,7 @@ Notable: the only layer that looks at sequences. What it needs to know of them c
 generation the cache of earlier keys and values.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,9 +41,9 @@ class _Rows:
 
 @dataclass
 class Cache:
-    """Keys and values of the first `sequences` documents of each micro-batch, the sequences being generated; this stage's layers alone.
+    """Keys and values, in this stage's layers, of the sequences being generated: the first documents of a micro-batch.
 
-    Documents after them (tokens that only fill a micro-batch up) are not kept."""
+    Documents after those (tokens that only fill a micro-batch up) are not kept."""
 
     sequences: int
     entries: dict[int, list[tuple[_Rows, _Rows]]] = field(default_factory=dict)
@@ -52,8 +53,10 @@ class Cache:
         """Tokens of the longest sequence so far."""
         return max((keys.length for entry in self.entries.values() for keys, _ in entry), default=0)
 
-    def extend(self, layer: int, key: Tensor, value: Tensor, lengths: tuple[int, ...]) -> list[tuple[Tensor, Tensor]]:
-        """Adds this step's keys and values; returns for each document all that it has. Shapes: [T, K, H] -> views [tokens so far, K, H]."""
+    def extend(self, layer: int, key: Tensor, value: Tensor, lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Adds this step's keys and values; returns for each document all that it has, without a copy.
+
+        Shapes: [T, K, H] -> per document [tokens so far, K, H]."""
         new = list(zip(key.split(lengths), value.split(lengths)))
         kept, others = new[: self.sequences], new[self.sequences :]
         if layer not in self.entries:

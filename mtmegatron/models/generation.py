@@ -1,12 +1,12 @@
 """Text generation: prompts in, new tokens out, on one process or in any layout.
 
 Notable:
-- All prompts are read in one packed micro-batch, then each step feeds one token per sequence; a finished sequence leaves the batch. There is no
-  padding that a neighbour could see. Under sequence parallel, whose token count the tensor degree must divide, the missing tokens are one
-  more document, which the cache does not keep.
-- One rank, the first of the last stage, chooses; the others are told. So all ranks agree on every token, whatever their rounding.
-- A draw depends on (seed, number of the prompt, number of the token) alone: one uniform number per token, turned into a token through the cumulative
-  distribution in the order of the vocabulary, where the rounding of another layout moves a boundary by rounding and nothing else.
+- All prompts are read in one packed micro-batch, then each step feeds one token per sequence; a finished sequence
+  leaves the batch. There is no padding that a neighbour could see. Under sequence parallel, where the tensor degree
+  must divide the tokens, the missing ones are one more document, which the cache does not keep.
+- One rank, the first of the last stage, chooses; the others are told. So all agree on every token.
+- A draw depends on (seed, number of the prompt, number of the token) alone: one uniform number per token, looked up in
+  the cumulative distribution in the order of the vocabulary, whose bounds another layout moves by rounding alone.
 """
 
 import hashlib
@@ -41,8 +41,9 @@ NOT_FINITE = -1  # told in place of a token
 class Options:
     """How to continue. Raises UserError for values that make no sense, also together.
 
-    max_new_tokens: per prompt. temperature: 0 takes the likeliest token, else logits are divided by it and a token is drawn. top_k: only the k likeliest can be
-    drawn. top_p: of those, only the fewest that together have this probability (Holtzman et al. 2020). stop_ids: tokens that end a sequence."""
+    max_new_tokens: per prompt. temperature: 0 takes the likeliest token, else logits are divided by it and a token is
+    drawn. top_k: only the k likeliest can be drawn. top_p: of those, only the fewest that together have this
+    probability (Holtzman et al. 2020, 1904.09751). stop_ids: tokens that end a sequence."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
@@ -55,18 +56,18 @@ class Options:
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens: {self.max_new_tokens} is refused: use 1 or more")
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise UserError(f"temperature: {self.temperature} is refused: use 0 (always the likeliest token) or a positive number")
+            raise UserError(f"temperature: {self.temperature} is refused: use 0 (the likeliest token) or more")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k: {self.top_k} is refused: use 1 or more, or leave it out to keep all tokens")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p: {self.top_p} is refused: use a probability above 0 and at most 1")
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            raise UserError("top_k and top_p have no effect at temperature 0: remove them, or give a temperature, e.g. 1")
+            raise UserError("top_k and top_p have no effect at temperature 0: remove them, or set a temperature")
 
 
 @dataclass
 class _Sequence:
-    """One prompt under way: what the model has yet to see of it, what was generated, where its randomness comes from."""
+    """One prompt under way: where its randomness comes from, what the model has yet to see, what was generated."""
 
     prompt: list[int]
     generator: torch.Generator
@@ -88,11 +89,14 @@ class _Sequence:
 
 @torch.no_grad()
 def generate(
-    model: Decoder, prompts: list[list[int]], options: Options = Options(), stops: Callable[[list[int]], bool] | None = None
+    model: Decoder,
+    prompts: list[list[int]],
+    options: Options = Options(),
+    stops: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """The new tokens of each prompt, without the stop token; the same on every rank of the model's mesh, all of which call this together.
+    """The new tokens of each prompt, without the stop token. All ranks of the model's mesh call it and get the same.
 
-    `stops` sees the new tokens of a sequence after each one and says whether they end it (text stop strings); it must be a pure function.
+    `stops`, a pure function, sees the new tokens of a sequence after each one and says whether they end it.
     Raises UserError on every rank for prompts that the model cannot take, and when its logits are not finite."""
     check_prompts(model.config, prompts, options)
     sequences = [_Sequence(prompt, _generator(options.seed, i), prompt) for i, prompt in enumerate(prompts)]
@@ -110,7 +114,7 @@ def generate(
 
 
 def check_prompts(config: Config, prompts: list[list[int]], options: Options) -> None:
-    """UserError for no prompt, an empty one, ids outside the vocabulary, or more tokens than a learned position table has rows."""
+    """UserError for no prompt, an empty one, ids outside the vocabulary, more tokens than learned positions."""
     model = config.model
     if not prompts:
         raise UserError("there is no prompt: give at least one")
@@ -119,12 +123,15 @@ def check_prompts(config: Config, prompts: list[list[int]], options: Options) ->
             raise UserError(f"prompt {number} has no tokens: give at least one")
         outside = [token for token in prompt if not 0 <= token < model.vocab]
         if outside:
-            raise UserError(f"prompt {number} has token {outside[0]}, but the model's ids are 0 to {model.vocab - 1}: use the tokenizer it was trained with")
+            raise UserError(
+                f"prompt {number} has token {outside[0]}, but the model's ids are 0 to {model.vocab - 1}: "
+                "use the tokenizer that it was trained with"
+            )
         total = len(prompt) + options.max_new_tokens
         if model.positions == "learned" and total > model.max_positions:
             raise UserError(
-                f"prompt {number} has {len(prompt)} tokens and {options.max_new_tokens} new ones make {total}, but the model knows "
-                f"{model.max_positions} positions: shorten the prompt or lower max_new_tokens"
+                f"prompt {number} has {len(prompt)} tokens and {options.max_new_tokens} new ones make {total}, but the "
+                f"model knows {model.max_positions} positions: shorten the prompt or lower max_new_tokens"
             )
 
 
@@ -134,31 +141,34 @@ def check_prompts(config: Config, prompts: list[list[int]], options: Options) ->
 def next_logits(model: Decoder, pieces: list[list[int]], seen: list[int], cache: Cache) -> Tensor | None:
     """Logits of the token after each sequence, on the last stage; None on the others.
 
-    `pieces`: the next tokens of each sequence, `seen`: how many the cache has of it already. Shapes: B sequences -> [B, V]."""
-    degree = model.build.tensor.size if model.build.layout.sequence else 1
-    batch = _pack(pieces, seen, degree, model.build.mesh.device)
-    hidden = _through_stages(model, batch, cache, batch.bounds.total // degree)
+    `pieces`: the next tokens of each sequence; `seen`: how many the cache has of it already.
+    Shapes: B sequences -> [B, V]."""
+    batch = _pack(pieces, seen, _token_parts(model), model.build.mesh.device)
+    hidden = through_stages(model, batch, cache)
     if not model.last:
         return None
     return _logits_at(model, hidden, [start - 1 for start in batch.bounds.starts[1 : len(pieces) + 1]])
 
 
-def _pack(pieces: list[list[int]], seen: list[int], degree: int, device: torch.device) -> Batch:
-    """The pieces end to end, and where `degree` does not divide their tokens one more document of token 0 that fills up."""
-    fill = -sum(map(len, pieces)) % degree
+def _pack(pieces: list[list[int]], seen: list[int], parts: int, device: torch.device) -> Batch:
+    """The pieces end to end, and where `parts` does not divide their tokens one more document that fills up."""
+    fill = -sum(map(len, pieces)) % parts
     tokens = [token for piece in pieces for token in piece] + [0] * fill
-    positions = [position for piece, start in zip(pieces, seen) for position in range(start, start + len(piece))] + [0] * fill
+    positions = [start + i for piece, start in zip(pieces, seen) for i in range(len(piece))] + [0] * fill
     lengths = [len(piece) for piece in pieces] + [fill] * (fill > 0)
     given = torch.tensor([tokens, positions], device=device)
     return Batch(given[0], torch.full_like(given[0], IGNORE), given[1], Bounds((0, *accumulate(lengths))))
 
 
-def _through_stages(model: Decoder, batch: Batch, cache: Cache, tokens: int) -> Tensor:
-    """Hidden states [tokens, D] after this stage, received from the stage before and sent to the next."""
+def through_stages(model: Decoder, batch: Batch, cache: Cache | None) -> Tensor:
+    """Hidden states after this stage, which gets its input from the stage before and sends its output to the next.
+
+    Shapes: T tokens -> [T', D], T' = T / tensor under sequence parallel."""
     build, axis = model.build, model.build.mesh["pipeline"]
     x = None
     if not model.first:
-        x = torch.empty(tokens, model.config.model.width, dtype=build.dtype, device=build.mesh.device)
+        shape = batch.bounds.total // _token_parts(model), model.config.model.width
+        x = torch.empty(shape, dtype=build.dtype, device=build.mesh.device)
         dist.recv(x, axis.ranks[axis.rank - 1], group=axis.group)
     x = model(x, batch, cache)
     if not model.last:
@@ -166,8 +176,13 @@ def _through_stages(model: Decoder, batch: Batch, cache: Cache, tokens: int) -> 
     return x
 
 
+def _token_parts(model: Decoder) -> int:
+    """In how many parts the tokens between blocks are cut."""
+    return model.build.tensor.size if model.build.layout.sequence else 1
+
+
 def _logits_at(model: Decoder, hidden: Tensor, rows: list[int]) -> Tensor:
-    """Logits of some tokens alone: those of a whole prompt would be V numbers for each token. Shapes: [T', D] -> [rows, V]."""
+    """Logits of some tokens alone: a whole prompt's would be V numbers for each token. Shapes: [T', D] -> [rows, V]."""
     axis = model.build.tensor
     if not model.build.layout.sequence:
         return model.logits(hidden[rows])
@@ -180,9 +195,9 @@ def _logits_at(model: Decoder, hidden: Tensor, rows: list[int]) -> Tensor:
 
 
 def probabilities(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """softmax(logits / temperature) over the k likeliest tokens, then over the fewest of those whose mass is at least p; zero elsewhere.
+    """softmax(logits / temperature) of the k likeliest tokens, then of the fewest of those whose mass is at least p.
 
-    Among equal logits the lower id comes first. Shapes: [V] -> [V], fp64, sums to 1."""
+    Zero elsewhere. Among equal logits the lower id comes first. Shapes: [V] -> [V], fp64, sums to 1."""
     p = torch.softmax(logits.to(torch.float64) / temperature, 0)
     if top_k is None and top_p == 1:
         return p
@@ -208,8 +223,9 @@ def _choose(logits: Tensor, sequences: list[_Sequence], options: Options) -> lis
     if options.temperature == 0:
         tokens = logits.argmax(1).tolist()
     else:
-        rows = [probabilities(row, options.temperature, options.top_k, options.top_p) if fine else None for row, fine in zip(logits.cpu(), good)]
-        tokens = [draw(p, s.generator) if p is not None else NOT_FINITE for p, s in zip(rows, sequences)]
+        rule = options.temperature, options.top_k, options.top_p
+        rows = logits.cpu().nan_to_num()  # those that are not finite are refused below
+        tokens = [draw(probabilities(row, *rule), s.generator) for row, s in zip(rows, sequences)]
     return [token if fine else NOT_FINITE for token, fine in zip(tokens, good)]
 
 
@@ -223,7 +239,9 @@ def _tell(mesh: Mesh, chosen: list[int] | None, count: int) -> list[int]:
     tokens = torch.tensor([0] * count if chosen is None else chosen, dtype=torch.int64, device=mesh.device)
     told = mesh.world.all_reduce(tokens).tolist()
     if NOT_FINITE in told:
-        raise UserError("the model's logits are not finite: the run that made this checkpoint diverged; use an earlier one, or another precision")
+        raise UserError(
+            "the model's logits are not finite: its run diverged; use an earlier checkpoint, or another precision"
+        )
     return told
 
 
@@ -236,19 +254,23 @@ def _generator(seed: int, prompt: int) -> torch.Generator:
 
 
 def generation_config(store: Store, layout: dict[str, object], precision: str | None = None) -> Config:
-    """The configuration of a checkpoint's model under another layout, checked; what only training reads is left at values that fit.
+    """The configuration of a checkpoint's model under another layout, checked; what only training reads is made to fit.
 
-    `layout`: values of the section `parallel`. Raises UserError."""
+    `layout`: values of the section `parallel`; data is 1 when not given. Raises UserError."""
     if "config" not in store.extra:
-        raise UserError(f"{store.folder} does not say which model it holds (no `config` in its manifest): use a checkpoint of `mtm train`")
+        raise UserError(f"{store.folder} does not say which model it holds: use a checkpoint of `mtm train`")
     saved = validate(store.extra["config"], f"{store.folder}")
     parallel = validate({"model": store.extra["config"]["model"], "parallel": layout}, "layout").parallel
-    parallel = parallel.model_copy(update={"data": parallel.data or 1})
+    t, p, d = parallel.tensor, parallel.pipeline, parallel.data or 1
     if precision not in (None, *TYPES):
         raise UserError(f"precision {precision}: use {', '.join(TYPES)}")
-    train = {"precision": precision or saved.train.precision, "micro_batch": parallel.tensor, "global_batch": parallel.tensor * parallel.data}
-    update = {"parallel": parallel, "optimizer": OptimizerConfig(), "train": saved.train.model_copy(update=train)}
-    return check(saved.model_copy(update=update), parallel.tensor * parallel.pipeline * parallel.data)
+    train = {"precision": precision or saved.train.precision, "micro_batch": t, "global_batch": t * d}
+    update = {
+        "parallel": parallel.model_copy(update={"data": d}),
+        "optimizer": OptimizerConfig(),
+        "train": saved.train.model_copy(update=train),
+    }
+    return check(saved.model_copy(update=update), t * p * d)
 
 
 def load_model(store: Store, config: Config, mesh: Mesh, native_bf16: bool = True) -> Decoder:

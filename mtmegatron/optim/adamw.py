@@ -51,8 +51,8 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float, clip_factor: float) -> None:
         """One update with gradients times `clip_factor`; afterwards all ranks hold the new weights."""
-        self.updates += 1
-        self._update([s for s in self.states], lr, clip_factor)
+        self.updates += 1  # fused_adamw_ takes the count after this update
+        self._update(lr, clip_factor)
         self.publish()
 
     def publish(self) -> None:
@@ -68,20 +68,19 @@ class AdamW:
         for state in self.states:
             state.master.copy_(state.bucket.values[state.owned])
 
-    def _update(self, states: list[State], lr: float, clip_factor: float) -> None:
+    def _update(self, lr: float, clip_factor: float) -> None:
         c = self.config
-        for decay in (c.weight_decay, 0.0):
-            parts = [part for s in states if (part := _part(s, decays=decay > 0 or c.weight_decay == 0)) is not None]
-            if parts:
-                weights, gradients, m, v = (list(x) for x in zip(*parts))
-                steps = [torch.tensor(float(self.updates), device=w.device) for w in weights]
-                scale = None if clip_factor == 1.0 else torch.tensor(1.0 / clip_factor, device=weights[0].device)
-                torch._fused_adamw_(
-                    weights, gradients, m, v, [], steps, lr=lr, beta1=c.beta1, beta2=c.beta2, weight_decay=decay, eps=c.eps,
-                    amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
-                )  # fmt: skip
-            if c.weight_decay == 0:
-                return
+        for decays, decay in ((True, c.weight_decay), (False, 0.0)):
+            parts = [part for s in self.states if (part := _part(s, decays)) is not None]
+            if not parts:
+                continue
+            weights, gradients, m, v = (list(x) for x in zip(*parts))
+            steps = [torch.tensor(float(self.updates), device=w.device) for w in weights]
+            scale = None if clip_factor == 1.0 else torch.tensor(1.0 / clip_factor, device=weights[0].device)
+            torch._fused_adamw_(
+                weights, gradients, m, v, [], steps, lr=lr, beta1=c.beta1, beta2=c.beta2, weight_decay=decay, eps=c.eps,
+                amsgrad=False, maximize=False, grad_scale=scale, found_inf=None,
+            )  # fmt: skip
 
 
 def _part(state: State, decays: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:

@@ -19,13 +19,13 @@ from mtmegatron.config.schema import Config
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.device import Device, choose_device
 from mtmegatron.errors import UserError
-from mtmegatron.launch import start_group, stop_group
+from mtmegatron.launch import report, start_group, stop_group
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.size import training_flops
 from mtmegatron.process import Process
 from mtmegatron.train.corpus import Corpus, open_corpus, with_vocabulary
 from mtmegatron.train.engine import Engine, StepResult
-from mtmegatron.train.metrics import Metrics, mfu
+from mtmegatron.train.metrics import Metrics, mfu, require_wandb
 from mtmegatron.train.picture import loss_picture
 from mtmegatron.train.progress import Progress
 from mtmegatron.train.resume import resume
@@ -35,19 +35,23 @@ def prepare(config: Config, world: int) -> tuple[Config, Corpus]:
     """The configuration as the run uses it, and its data. Raises UserError for all that can be known without processes."""
     resolved = check(with_vocabulary(config), world)
     _check_folder(Path(resolved.train.folder))
+    require_wandb(resolved.log)
     return resolved, open_corpus(resolved)
 
 
-def train(config: Config, process: Process) -> None:
-    """Trains in this process, one of `process.world`."""
-    config, corpus = prepare(config, process.world)
-    device = choose_device(config.device, process.local_rank)
-    _check_fresh(config, process)
-    start_group(process, device, config.train.timeout)
+def train(config: Config, process: Process) -> int:
+    """Trains in this process, one of `process.world`; says what went wrong and returns the exit code."""
+    store = None
     try:
+        config, corpus = prepare(config, process.world)
+        _check_fresh(config, process)
+        device = choose_device(config.device, process.local_rank)
+        store = start_group(process, device, config.train.timeout)
         mesh = Mesh(layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1)
-        engine = Engine(config, mesh, device.native_bf16_matmul)
-        Loop(config, corpus, device, mesh, engine).run()
+        Loop(config, corpus, device, mesh, Engine(config, mesh, device.native_bf16_matmul)).run()
+        return 0
+    except BaseException as error:
+        return report(process, error, store)
     finally:
         stop_group()
 
@@ -68,15 +72,16 @@ class Loop:
         """Resumes if there is something to resume, trains to the last step, evaluates, saves, draws."""
         config, rank = self.config, self.mesh.rank
         self.folder = Folder(Path(config.train.folder) / "checkpoints")
-        first, notes = 0, []
+        found, notes = None, []
         if config.train.resume != "never":
-            first = resume(self.engine, self.folder, self._extra(), notes.append)
-        if config.train.resume == "must" and not first:
+            found = resume(self.engine, self.folder, self._extra(), notes.append)
+        if config.train.resume == "must" and found is None:
             raise UserError(f"`train.resume: must`, but {self.folder.root} holds no good checkpoint: give the folder of the run to go on with")
+        first = found or 0
         self.progress = Progress(config.train.steps, first, rank=rank)
         self.metrics = Metrics(Path(config.train.folder), config.log, first_step=first, rank=rank)
         try:
-            self._announce(notes if first else [])
+            self._announce([] if found is None else notes)
             for step in range(first, config.train.steps):
                 self._one_step(step)
             self._finish(first)

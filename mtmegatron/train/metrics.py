@@ -5,12 +5,12 @@
     folder/wandb/, wandb.id where `log.wandb` names a project
 
 Notable:
-- All values of a step lie on the line of that step: writing twice for one step completes its line. A key that starts with
-  `valid_` becomes the tag `valid/...`, any other `train/...`.
+- All values of a step lie on the line of that step: writing twice for one step completes its line. A key that starts
+  with `valid_` becomes the tag `valid/...`, any other `train/...`.
 - A number that is not finite is never dropped. JSON has no word for it, so it is the string "NaN", "Infinity" or
   "-Infinity", which `float()` of most languages reads; `read_metrics` gives numbers back.
-- A step that changed nothing has `skipped`, the reason, and stays out of `loss_mean`, the running mean of `loss`. That mean
-  is computed from the lines alone, so it goes on exactly after a resume.
+- A step that changed nothing has `skipped`, the reason, and stays out of `loss_mean`, the running mean of `loss`. That
+  mean is computed from the lines alone, so it goes on exactly after a resume.
 - An attempt that starts at an earlier step than the one before had reached removes what that one wrote beyond.
 - Each line is handed to the operating system at once: what precedes a checkpoint survives a kill right after it.
 """
@@ -93,7 +93,8 @@ class Metrics:
 class RunningMean:
     """Mean of the values so far, older ones weighing less: m_n = sum_i r^(n-i) x_i / sum_i r^(n-i).
 
-    NaN before the first value; a value that is not finite is passed over. With the default, half of the weight lies on the last 14 values."""
+    NaN before the first value; a value that is not finite is passed over. With the default, half of the weight
+    lies on the last 14 values."""
 
     def __init__(self, retain: float = 0.95):
         self.retain, self.total, self.weight = retain, 0.0, 0.0
@@ -116,8 +117,8 @@ def throughput(
 ) -> dict[str, float]:
     """Values of a step that took `seconds` for the `tokens` of the global batch, padding included.
 
-    They are `seconds`, `tokens_per_second` of all ranks, `tflops_per_rank` (10^12 model FLOP/s) and, where the peak is known,
-    `mfu`."""
+    They are `seconds`, `tokens_per_second` of all ranks, `tflops_per_rank` (10^12 model FLOP/s) and, where the peak is
+    known, `mfu`."""
     rate = tokens / seconds
     values = {"seconds": seconds, "tokens_per_second": rate, "tflops_per_rank": flops_per_token * rate / world / 1e12}
     used = mfu(flops_per_token, rate, peak_per_rank, world)
@@ -138,7 +139,8 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak_per_rank: float |
 def read_metrics(file: Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics.jsonl, numbers that are not finite as floats again.
 
-    A last line that was cut by a kill is passed over. Raises: UserError where there is no such file, or where another line than the last is not one of metrics."""
+    A last line that was cut by a kill is passed over.
+    Raises: UserError where there is no such file, or where another line than the last is not one of metrics."""
     if not file.is_file():
         raise UserError(f"{file} is not there: give the metrics.jsonl of a run's folder")
     with file.open("rb") as lines:
@@ -195,8 +197,7 @@ class _Lines:
         with writes_to(self._path):
             self._file.seek(self._start)
             self._file.write(_encode(self._line))
-            self._file.truncate()
-            self._file.flush()
+            self._file.truncate()  # flushes first
 
     def close(self) -> None:
         with writes_to(self._path):

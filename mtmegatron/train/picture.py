@@ -1,8 +1,8 @@
 """The loss of a run as a picture, from its metrics.jsonl.
 
-Notable: drawn without a display and without matplotlib's global figure. The smoothed curve is a mean over a window that is
-centred, so it does not lag behind the loss as a running mean does, and skipped steps are marks at the bottom, never part of
-a curve.
+Notable: drawn without a display and without matplotlib's global figure. The smoothed curve is a mean over a centred
+window, so it does not lag behind the loss as a running mean does; skipped steps are marks at the bottom and never part
+of a curve.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from mtmegatron.train.metrics import read_metrics
 
 
 def loss_picture(metrics_file: Path, out: Path) -> None:
-    """Draws training loss (faint), its smoothed course, validation losses and skipped steps over optimizer steps, as PNG.
+    """Draws training loss (faint), its smoothed course, validation losses and skipped steps over steps, as PNG.
 
     Raises: UserError where the file is absent, damaged or without a loss, or the picture cannot be written."""
     lines = list(read_metrics(metrics_file))

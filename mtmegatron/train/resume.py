@@ -20,16 +20,19 @@ from mtmegatron.train.engine import Engine
 FREE = ("device", "parallel.", "log.", "checkpoint.", "data.cache", "data.train", "data.valid", "data.tokenizer", "train.folder", "train.resume",
         "train.accept_changes", "train.eval_", "train.max_skipped", "train.timeout", "train.micro_batch")  # fmt: skip
 
+NO_CHECKPOINT, ALL_DAMAGED = -1, -2  # in place of a step, when the first rank tells the others
 
-def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[[str], None]) -> int:
-    """Loads the newest good checkpoint into the engine; returns the step to go on with (0: there is none).
 
-    A damaged checkpoint is passed over aloud for the one before. Raises UserError."""
+def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[[str], None]) -> int | None:
+    """Loads the newest good checkpoint into the engine; returns the step to go on with. None: there is no checkpoint.
+
+    A damaged checkpoint is passed over aloud for the one before.
+    Raises UserError, also when there are checkpoints and none is good: a run does not begin anew because a disk failed."""
     before: int | None = None
     while True:
         store = _choose(engine, folder, before, say)
         if store is None:
-            return 0
+            return None
         check_architecture(store, engine.optimizer)
         check_changes(engine.config, store, extra)
         fault = _load(engine, store)
@@ -58,13 +61,19 @@ def check_changes(config: Config, store: Store, extra: dict[str, Any]) -> None:
 
 
 def _choose(engine: Engine, folder: Folder, before: int | None, say: Callable[[str], None]) -> Store | None:
-    """The first rank chooses, the others open the same step."""
+    """The first rank chooses, the others open the same step. None: there are no checkpoints."""
     chosen = torch.zeros(1, dtype=torch.int64, device=engine.mesh.device)
+    faults: list[str] = []
     if engine.mesh.rank == 0:
-        store = folder.newest_good(say, before)
-        chosen[0] = 0 if store is None else store.extra["step"]
+        store = folder.newest_good(faults.append, before)
+        chosen[0] = store.extra["step"] if store else ALL_DAMAGED if folder.steps() else NO_CHECKPOINT
     step = int(engine.mesh.world.all_reduce(chosen).item())
-    return folder.open(step) if step else None
+    if step == ALL_DAMAGED:
+        told = "".join(f"\n  {fault}" for fault in faults)
+        raise UserError(f"no checkpoint in {folder.root} is good: copy them again, or choose another train.folder to begin anew{told}")
+    for fault in faults:
+        say(fault)
+    return None if step == NO_CHECKPOINT else folder.open(step)
 
 
 def _load(engine: Engine, store: Store) -> str:

@@ -1,10 +1,10 @@
-"""The decoder against Hugging Face transformers: same weights, same documents, so the same logits and the same gradient of every parameter.
+"""The decoder against Hugging Face transformers: same weights and documents, so the same logits and gradients.
 
 Notable:
-- Right values are transformers' own in double precision. Its code rounds to fp32 inside (norms, softmax, rotary angles) whatever the model's type;
-  `Double` turns those casts into fp64, so the comparison reaches 1e-12 and not 1e-6.
-- What transformers' fp32 run differs from its fp64 run is rounding, tensor by tensor. Our fp32 run may differ by FACTOR times that, our fp64 run by
-  the same times the ratio of the units of rounding.
+- Right values are transformers' own in double precision. Its code rounds to fp32 inside (norms, softmax, rotary angles)
+  whatever the model's type; `Double` turns those casts into fp64, so the comparison reaches 1e-14 and not 1e-6.
+- What transformers' fp32 run differs from its fp64 run is rounding, tensor by tensor. Our fp32 run may differ by FACTOR
+  times that, our fp64 run by the same times the ratio of the units of rounding.
 - transformers runs each document alone, ours all of them end to end (field bugs D10, V01, V06, V07).
 """
 
@@ -32,12 +32,19 @@ UNIT = {torch.float32: torch.finfo(torch.float32).eps, torch.float64: torch.finf
 # documents of a micro-batch: short equal ones, unequal ones longer than a block of query rows, one of a single token
 DOCUMENTS = {"equal": (40, 40), "packed": (90, 1, 37)}
 
+BIASES = {"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}
 OURS = {"layers": LAYERS, "width": WIDTH, "heads": 4, "vocab": VOCAB, "ffn": FFN}
 THEIRS = {
-    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "attn_implementation": "eager",
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "attn_implementation": "eager",
 }  # fmt: skip
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -57,17 +64,20 @@ KINDS = {
     "gpt2": Kind(
         GPT2LMHeadModel,
         GPT2Config(
-            vocab_size=VOCAB, n_positions=128, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_inner=FFN, activation_function="gelu_new",
-            attn_implementation="eager", bos_token_id=0, eos_token_id=0,
+            vocab_size=VOCAB, n_positions=128, n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_inner=FFN,
+            activation_function="gelu_new", attn_implementation="eager", bos_token_id=0, eos_token_id=0,
         ),
-        OURS | {"norm": "layernorm", "positions": "learned", "max_positions": 128, "activation": "gelu_tanh", "tied": True}
-        | {"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True},
+        OURS | BIASES | {"norm": "layernorm", "positions": "learned", "max_positions": 128}
+        | {"activation": "gelu_tanh", "tied": True},
     ),
     "llama": llama({}),
     "llama-tied-grouped": llama({"kv_heads": 2, "tied": True}, num_key_value_heads=2, tie_word_embeddings=True),
-    "llama-one-kv-head": llama({"kv_heads": 1, "rope_base": 500.0}, num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 500.0}),
+    "llama-one-kv-head": llama(
+        {"kv_heads": 1, "rope_base": 500.0},
+        num_key_value_heads=1, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    ),
     "llama-wide-heads": llama({"head_size": 12, "kv_heads": 2}, head_dim=12, num_key_value_heads=2),
-    "llama-biases": llama({"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}, attention_bias=True, mlp_bias=True),
+    "llama-biases": llama(BIASES, attention_bias=True, mlp_bias=True),
     "llama3-scaled": llama(
         {"kv_heads": 2, "rope_base": 100.0, "rope_scaling": LLAMA3_ROPE},
         num_key_value_heads=2, rope_parameters=LLAMA3_ROPE | {"rope_theta": 100.0},
@@ -97,7 +107,9 @@ Result = dict[str, Tensor]
 
 @cache
 def theirs(kind: str) -> torch.nn.Module:
-    """transformers' model in fp64 with random weights that fp32 holds exactly: norms near 1, biases and all else large enough to matter."""
+    """transformers' model in fp64 with random weights that fp32 holds exactly.
+
+    Norms are near 1, biases and all else large enough to matter."""
     torch.manual_seed(0)
     with Double():
         model = KINDS[kind].model(KINDS[kind].config).double().eval()
@@ -119,7 +131,7 @@ def documents(lengths: tuple[int, ...]) -> tuple[tuple[Tensor, Tensor], ...]:
 def right(kind: str, lengths: tuple[int, ...]) -> tuple[Result, dict[str, float]]:
     """transformers' result in fp64, and by name what rounding to fp32 does to it.
 
-    The gradient of a token's loss by its logits is at most sqrt(2) long, which turns the rounding of logits into that of the loss."""
+    The gradient of a token's loss by its logits is at most sqrt(2) long, so logits' rounding bounds the loss's."""
     model = theirs(kind)
     with Double():
         exact = hugging_face(model, lengths)
@@ -141,21 +153,28 @@ def hugging_face(model: torch.nn.Module, lengths: tuple[int, ...]) -> Result:
 
 
 NAMES = {
-    "model.embed_tokens": "embedding", "transformer.wte": "embedding", "transformer.wpe": "positions", "transformer.h": "layers",
-    "model.layers": "layers", "input_layernorm": "attention_norm", "ln_1": "attention_norm", "post_attention_layernorm": "mlp_norm",
-    "ln_2": "mlp_norm", "self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key", "self_attn.v_proj": "attention.value",
-    "self_attn.o_proj": "attention.out", "attn.c_proj": "attention.out", "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up",
-    "mlp.c_fc": "mlp.up", "mlp.down_proj": "mlp.down", "mlp.c_proj": "mlp.down", "model.norm": "norm", "transformer.ln_f": "norm",
-    "lm_head": "head",
+    "model.embed_tokens": "embedding", "transformer.wte": "embedding", "transformer.wpe": "positions",
+    "model.layers": "layers", "transformer.h": "layers",
+    "input_layernorm": "attention_norm", "ln_1": "attention_norm",
+    "post_attention_layernorm": "mlp_norm", "ln_2": "mlp_norm",
+    "self_attn.q_proj": "attention.query", "self_attn.k_proj": "attention.key", "self_attn.v_proj": "attention.value",
+    "self_attn.o_proj": "attention.out", "attn.c_proj": "attention.out",
+    "mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.c_fc": "mlp.up",
+    "mlp.down_proj": "mlp.down", "mlp.c_proj": "mlp.down",
+    "model.norm": "norm", "transformer.ln_f": "norm", "lm_head": "head",
 }  # fmt: skip
 
 
 def in_our_names(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """transformers' parameters or their gradients as ours. GPT-2 keeps matrices as [in, out], query, key and value in one."""
+    """transformers' parameters or gradients as ours. GPT-2 keeps matrices as [in, out], query, key and value in one."""
     for name, t in tensors.items():
         for pattern, ours in NAMES.items():
             name = re.sub(rf"(^|(?<=\.)){re.escape(pattern)}(?=\.)", ours, name)
-        if t.dim() == 2 and re.search(r"attn\.c_attn|attention\.out|mlp\.", name) and "transformer" in next(iter(tensors)):
+        if (
+            t.dim() == 2
+            and re.search(r"attn\.c_attn|attention\.out|mlp\.", name)
+            and "transformer" in next(iter(tensors))
+        ):
             t = t.t()
         if "attn.c_attn" in name:
             for part, rows in zip(("query", "key", "value"), t.chunk(3)):
@@ -168,9 +187,16 @@ def state(kind: str) -> dict[str, Tensor]:
     return dict(in_our_names({name: p.detach() for name, p in theirs(kind).named_parameters()}))
 
 
-def run_ours(kind: str, weights: dict[str, Tensor], lengths: tuple[int, ...], precision: str, seen: tuple[int, ...]) -> Result:
-    """All documents as one micro-batch through the engine of a single process; `seen`: the lengths that the model is told."""
-    config = check(Config.model_validate({"model": KINDS[kind].ours, "train": {"precision": precision}, "data": {"sequence": 128}}), 1)
+def run_ours(
+    kind: str, weights: dict[str, Tensor], lengths: tuple[int, ...], precision: str, seen: tuple[int, ...]
+) -> Result:
+    """All documents as one micro-batch through the engine of one process; `seen`: the lengths that it is told."""
+    config = check(
+        Config.model_validate(
+            {"model": KINDS[kind].ours, "train": {"precision": precision}, "data": {"sequence": 128}}
+        ),
+        1,
+    )
     engine = Engine(config, Mesh(layout_of(config)))
     named = dict(engine.model.named_parameters())
     assert named.keys() == weights.keys()
@@ -183,14 +209,18 @@ def run_ours(kind: str, weights: dict[str, Tensor], lengths: tuple[int, ...], pr
     loss, _, _ = engine.gradients([batch], engine.count_tokens([batch]))
     with torch.no_grad():
         logits = engine.model.logits(engine.model(None, batch))
-    return {"logits": logits, "loss": torch.tensor(loss, dtype=torch.float64)} | {name: p.grad_sum for name, p in named.items()}
+    return {"logits": logits, "loss": torch.tensor(loss, dtype=torch.float64)} | {
+        name: p.grad_sum for name, p in named.items()
+    }
 
 
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm())
 
 
-def worst(kind: str, weights: dict[str, Tensor], packing: str, precision: str, seen: tuple[int, ...] = ()) -> tuple[float, str]:
+def worst(
+    kind: str, weights: dict[str, Tensor], packing: str, precision: str, seen: tuple[int, ...] = ()
+) -> tuple[float, str]:
     """The largest difference in units of what is allowed, and where; up to 1 is equality to rounding."""
     lengths = DOCUMENTS[packing]
     exact, rounding = right(kind, lengths)
@@ -226,7 +256,10 @@ def interleave(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def turn_heads(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Query heads dealt to the key/value heads in turn, not in groups."""
-    return {name: t.unflatten(0, (2, 2, 8)).transpose(0, 1).flatten(0, 2) if "query" in name else t for name, t in weights.items()}
+    return {
+        name: t.unflatten(0, (2, 2, 8)).transpose(0, 1).flatten(0, 2) if "query" in name else t
+        for name, t in weights.items()
+    }
 
 
 def drop(part: str):

@@ -204,15 +204,25 @@ def test_tensorboard_after_a_resume_has_one_point_a_step(tmp_path):
     assert loss == pytest.approx([line["loss"] for line in lines(tmp_path)], rel=2**-24)  # stored in float32
 
 
-def test_tensorboard_points_are_on_disk_at_once_also_skipped_and_nan(tmp_path):
+def test_all_written_steps_survive_a_kill_also_skipped_ones(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    metrics = Metrics(tmp_path, LogConfig(), first_step=0, rank=0)
-    metrics.write(1, {"loss": math.nan, "skipped": "the loss is not finite"})
+    code = (
+        "import os, math, pathlib\n"
+        "from mtmegatron.config.schema import LogConfig\n"
+        "from mtmegatron.train.metrics import Metrics\n"
+        f"metrics = Metrics(pathlib.Path({str(tmp_path)!r}), LogConfig(), first_step=0, rank=0)\n"
+        "for step in range(1, 20):\n"
+        "    metrics.write(step, {'loss': 1.0})\n"
+        "metrics.write(20, {'loss': math.nan, 'skipped': 'the loss is not finite'})\n"
+        "os._exit(9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, 21))
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert math.isnan(events.Scalars("train/loss")[0].value)
-    assert [(event.step, event.value) for event in events.Scalars("train/skipped")] == [(1, 1.0)]
-    metrics.close()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 21))
+    assert math.isnan(events.Scalars("train/loss")[-1].value)
+    assert [(event.step, event.value) for event in events.Scalars("train/skipped")] == [(20, 1.0)]
 
 
 # ---- W&B ----
@@ -410,6 +420,17 @@ def test_the_picture_shows_training_validation_and_skipped_steps(tmp_path):
     metrics.close()
     loss_picture(tmp_path / "metrics.jsonl", tmp_path / "pictures" / "loss.png")
     assert has_colour(pixels(tmp_path / "pictures" / "loss.png"), RED)
+
+
+@pytest.mark.parametrize("loss", [1000.0, math.nan])
+def test_the_loss_of_a_skipped_step_is_not_drawn(tmp_path, loss):
+    for name, skipped_loss in (("zero", 0.0), ("other", loss)):
+        metrics = Metrics(tmp_path, PLAIN, first_step=0, rank=0)
+        for step in range(1, 5):
+            metrics.write(step, {"loss": 2.0 / step} if step != 2 else {"loss": skipped_loss, "skipped": "x"})
+        metrics.close()
+        loss_picture(tmp_path / "metrics.jsonl", tmp_path / f"{name}.png")
+    assert np.array_equal(pixels(tmp_path / "zero.png"), pixels(tmp_path / "other.png"))
 
 
 def test_a_run_of_skipped_steps_alone_can_be_drawn(tmp_path):
