@@ -1,11 +1,11 @@
-# `make quickstart` trains a first model, `make test` proves the whole; both make .venv with the tested releases where it is missing.
+# `make quickstart` trains a first model, `make test` proves the whole. Both first make .venv, with the tested releases.
 
 PYTHON = python3
 TESTFLAGS =
 
 STAMP = .venv/.made
 PIP = .venv/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-OLD = error: $(PYTHON) is missing or older than Python 3.11: install a newer one, or name it: make PYTHON=/path/to/python3.11
+OLD = error: $(PYTHON) is missing or older than Python 3.11: install a newer one, or name it: make PYTHON=/path/to/it
 
 .PHONY: env quickstart test clean
 

@@ -4,6 +4,7 @@ Notable: every axis, also a derived one, is a pair (stride, size): `coordinate =
 pipeline. Two further views of the same ranks are just more pairs:
 
 - `key_value` and `key_value_copies` cut the tensor axis when there are fewer key/value heads than tensor ranks;
+- `ulysses` and `ring` cut the context axis, `data_shards` and `data_copies` the data axis (hybrid sharding);
 - `ends` joins the first and the last pipeline stage, which both hold a tied embedding table.
 
 A group is the set of ranks reached by moving along some axes, so a parameter says everything about its gradient with axis names alone.
@@ -32,7 +33,8 @@ class Layout:
     """The parallel degrees of a run, and from them each rank's coordinates and groups.
 
     `sequence`: between the tensor-parallel blocks each tensor rank holds its part of the tokens.
-    `key_value`: into how many parts the key/value heads are cut; the tensor degree, or fewer.
+    `key_value`: into how many parts the key/value heads are cut; the tensor degree, or fewer. `ulysses`: the part of the context degree that
+    exchanges heads. `shards`: data ranks that share one sharded copy of the state; default: all.
     """
 
     tensor: int = 1
@@ -41,6 +43,8 @@ class Layout:
     pipeline: int = 1
     sequence: bool = False
     key_value: int = 0
+    ulysses: int = 1
+    shards: int = 0
 
     @property
     def stage(self) -> int:
@@ -54,10 +58,11 @@ class Layout:
     @cached_property
     def axes(self) -> dict[str, LayoutAxis]:
         t, c, d, p = self.tensor, self.context, self.data, self.pipeline
-        parts = self.key_value or t
+        parts, u, shards = self.key_value or t, self.ulysses, self.shards or d
         last = self.stage * max(p - 1, 1)
         table = [
             ("tensor", 1, t), ("context", t, c), ("data", t * c, d), ("pipeline", self.stage, p),
+            ("ulysses", t, u), ("ring", t * u, c // u), ("data_shards", t * c, shards), ("data_copies", t * c * shards, d // shards),
             ("key_value", t // parts, parts), ("key_value_copies", 1, t // parts), ("ends", last, min(p, 2)),
         ]  # fmt: skip
         return {name: LayoutAxis(name, stride, size) for name, stride, size in table}

@@ -19,7 +19,7 @@ from mtmegatron.layout import Layout
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # every set of axes that something communicates over; made in this order on every rank
 GROUPS = (
-    ("tensor",), ("context",), ("data",), ("pipeline",), ("data", "context"), ("data", "context", "tensor"),
+    ("tensor",), ("context",), ("ulysses",), ("ring",), ("data",), ("data_copies",), ("pipeline",), ("data", "context"), ("data", "context", "tensor"),
     ("data", "context", "key_value_copies"), ("data", "context", "ends"), ("data", "context", "tensor", "pipeline"),
 )  # fmt: skip
 # torch 2.13 renamed two collectives; the names before work from 2.11 on
@@ -73,6 +73,15 @@ class Axis:
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part along dim 0 of the sum over the axis."""
         return self.start_reduce_scatter(x).wait()
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts that all ranks hold for this one, in rank order: of `size` equal parts along dim 0, part i goes to rank i."""
+        if self.size == 1:
+            return x
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=self.group)
+        return result
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         """Sum over the axis, in place once waited for."""

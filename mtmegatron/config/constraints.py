@@ -136,7 +136,9 @@ def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
         yield f"`optimizer.warmup: {o.warmup}` {o.unit} is longer than the decay of {length}: shorten it"
     if o.decay == "constant" and o.decay_length:
         yield "`optimizer.decay_length` has no effect with `optimizer.decay: constant`: remove it"
-    if o.min_lr > o.lr:
+    if o.decay == "constant" and o.min_lr:
+        yield "`optimizer.min_lr` has no effect with `optimizer.decay: constant`: remove it"
+    elif o.min_lr > o.lr:
         yield f"`optimizer.min_lr: {o.min_lr}` is above `optimizer.lr: {o.lr}`: swap them or lower it"
     if abs(sum(data.split) - 1.0) > 1e-6:
         yield f"`data.split` adds up to {sum(data.split):g}: make it 1"

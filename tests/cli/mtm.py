@@ -1,4 +1,4 @@
-"""The command line in this process: what `mtm` would print and return, without paying for a new interpreter each time."""
+"""The command line in this process: what `mtm` prints and returns, without paying for a new interpreter each time."""
 
 import io
 import sys

@@ -1,9 +1,9 @@
 """Every command of README.md and docs/ runs, and what the pages name exists.
 
-Notable: a page's commands run in order in a folder of its own that looks like the repository, so a page has to make what it uses. `mtm ...` runs in
-this process, all else in bash. Runs are made small through their configuration: where a command trains or verifies, the files in
-`configs/` are shrunken ones; everywhere else the true ones. What cannot run in a test is in `INSTEAD`, with the reason. A line that ends with
-`# exit code N` has to end with that code.
+Notable: a page's commands run in order in a folder of its own that looks like the repository, so a page has to make
+what it uses. `mtm ...` runs in this process, all else in bash. Runs are made small through their configuration: where a
+command trains or verifies, the files in `configs/` are shrunken ones; everywhere else the true ones. What cannot run in
+a test is in `INSTEAD`, with the reason. A line that ends with `# exit code N` has to end with that code.
 """
 
 import glob
@@ -29,7 +29,7 @@ FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"# exit code (\d+)$")
 HEAVY = re.compile(r"\b(train|verify|quickstart)\b")
 
-# beginning of a command -> (why it does not run here, what runs in its place: in the page's folder, and as `make -n` in the repository)
+# beginning of a command -> (why it does not run here, what runs in its place); `make` is asked for its plan (`make -n`)
 INSTEAD = {
     "git clone": ("needs the network", None),
     "cd ": ("commands run at the root", None),
@@ -68,7 +68,8 @@ def shrunken(tree: dict) -> dict:
     small = model | SMALL_MODEL | {"layers": min(model["layers"], 6)} | ({"vocab": 512} if "vocab" in model else {})
     data = tree.get("data", {}) | {"sequence": 32}
     run = tree.get("train", {}) | SMALL_RUN
-    return tree | {"model": small, "data": data, "train": run, "optimizer": tree.get("optimizer", {}) | {"warmup": 1}, "checkpoint": {"every": 2}}
+    optimizer = tree.get("optimizer", {}) | {"warmup": 1}
+    return tree | {"model": small, "data": data, "train": run, "optimizer": optimizer, "checkpoint": {"every": 2}}
 
 
 @pytest.fixture
@@ -116,7 +117,7 @@ def check_unrun(command: str) -> None:
         dry = subprocess.run(["make", "-n", *words], cwd=ROOT, capture_output=True, text=True)
         assert dry.returncode == 0, f"{command}\n{dry.stderr}"
     if command.startswith("pip install"):
-        assert "-c constraints.txt" in command, f"{command}: without the constraints it takes releases that nobody tested"
+        assert "-c constraints.txt" in command, f"{command}: takes releases that nobody tested"
 
 
 def is_plain_mtm(command: str) -> bool:
@@ -134,7 +135,9 @@ def in_process(command: str) -> tuple[int, str]:
 
 
 def in_bash(command: str) -> tuple[int, str]:
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=100)
+    """Without a `| head` at the end, which would end the command before it has ended by itself."""
+    whole = re.sub(r"\| *head\b[^|]*$", "", command)
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", whole], capture_output=True, text=True, timeout=100)
     return done.returncode, (done.stdout + done.stderr)[-4000:]
 
 
@@ -157,7 +160,7 @@ def test_yaml_blocks_are_configurations(page):
 
 
 def named_files(page: Path) -> Iterator[str]:
-    """Paths of the repository in a page's code spans: into a folder that is here, or with the suffix of a source file."""
+    """Paths in a page's code spans that are the repository's: in a folder that is here, or of a source file."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     for span in re.findall(r"`([\w.-]+(?:/[\w.*-]+)+/?)`", text):
         first = span.split("/")[0]

@@ -1,0 +1,382 @@
+"""Faults of whole runs: what is logged, NaN, sums in 16 bits, learning rate and clipping as applied, the command line, evaluation.
+
+Each test is named after the report of a user of another framework. Schedules themselves are in tests/optim, messages of the configuration in
+tests/config, the files of metrics in tests/train, launching in tests/test_launch.py.
+"""
+
+import contextlib
+import io
+import math
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mtmegatron.data.indexed import IndexedWriter
+from mtmegatron.errors import UserError
+from mtmegatron.layout import Layout
+from mtmegatron.mesh import Mesh
+from mtmegatron.ops.cross_entropy import cross_entropy
+from mtmegatron.parallel.gradient import WeightQueue
+from mtmegatron.parallel.tensor import Moves, linear
+from mtmegatron.precision.gemm import Gemm
+from mtmegatron.verify.protocol import batches
+from tests.field.training import engine_of, lines_of, loop_of, make_batch, parts_of, run, same_bits, spread, state_of
+from tests.tiny import tiny
+
+RUN = {
+    "model": {"layers": 2},
+    "train": {"steps": 6, "global_batch": 8, "micro_batch": 1, "eval_every": 2, "eval_batches": 1},
+    "log": {"tensorboard": False},
+}
+EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+def name(value) -> str:
+    return ",".join(f"{k}={v}" for k, v in value.items()) or "serial" if isinstance(value, dict) else str(value)
+
+
+# ---- what is logged ----
+
+
+def test_t05_every_value_is_on_the_axis_of_updates_also_after_a_resume(pool, tmp_path):
+    config = tiny(RUN, checkpoint={"every": 3})
+    run(pool, config, {}, tmp_path, stop=4)
+    run(pool, config, {}, tmp_path)
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["samples"] for line in lines] == [8, 16, 24, 32, 40, 48]
+    assert [line["step"] for line in lines if "valid_loss" in line] == [2, 4, 6]
+
+
+@pytest.mark.parametrize("layout", [{"pipeline": 2, "data": 2}, {"tensor": 2, "data": 2, "zero": 1}], ids=name)
+def test_t06_t07_the_logged_loss_and_tokens_are_those_of_the_global_batch(layout, pool, tmp_path):
+    config = tiny(RUN, train={"steps": 2, "eval_every": 0})
+    run(pool, config, {}, tmp_path / "serial", "fp64")
+    run(pool, config, layout, tmp_path / "parallel", "fp64")
+    serial, parallel = lines_of(tmp_path / "serial"), lines_of(tmp_path / "parallel")
+    engine = engine_of(config, {})
+    mine = batches(engine, 0)
+    means = [total / tokens for total, tokens in (engine.evaluate([batch]) for batch in mine)]
+    counts = [int((batch.labels != -100).sum()) for batch in mine]
+    assert max(means) - min(means) > 0.1, "the micro-batches are alike: the last one's loss would not show"
+    right = sum(m * n for m, n in zip(means, counts)) / sum(counts)
+    for lines in (serial, parallel):
+        assert lines[0]["loss"] == pytest.approx(right, rel=4096 * EPS64)
+        assert lines[0]["tokens"] == sum(counts) < 8 * 32
+    assert [line["tokens"] for line in parallel] == [line["tokens"] for line in serial]
+    # the second loss sees one Adam update, which may carry rounding / 1e-8, see test_parallel.tolerance_after
+    assert parallel[1]["loss"] == pytest.approx(serial[1]["loss"], rel=64 * EPS64 / 1e-8)
+
+
+# ---- NaN ----
+
+
+def poisoned_rank(rank, world, layout, precision, folder, steps, last_bad):
+    """A run whose stage 1 (or the only one) gives NaN in micro-batch 2 of steps 3 to `last_bad`: what it says, weights before and after step 3."""
+    config = tiny(RUN, model={"layers": 4}, train={"steps": steps, "max_skipped": 2, "eval_every": 0})
+    loop = loop_of(config, layout, precision, folder, rank, world)
+    engine, original = loop.engine, loop.engine.model.forward
+    bad = {batches(engine, step)[2].tokens.numpy().tobytes() for step in range(2, last_bad)}
+
+    def forward(x, batch, *rest):
+        out = original(x, batch, *rest)
+        return out * math.nan if engine.last and batch.tokens.numpy().tobytes() in bad else out
+
+    engine.model.forward = forward
+    weights, updates, faults, said = {}, [], [], io.StringIO()
+
+    def after(step, result):
+        weights[step] = parts_of(engine)
+        updates.append(engine.optimizer.updates)
+        faults.append(result.fault)
+
+    loop.after_step = after
+    with contextlib.redirect_stdout(said):
+        try:
+            loop.run()
+            end = ""
+        except UserError as error:
+            end = str(error)
+    same = all((weights[1][n][2] == weights[2][n][2]).all() for n in weights[1]) if 2 in weights else None
+    moved = any((weights[1][n][2] != weights[3][n][2]).any() for n in weights[1]) if 3 in weights else None
+    return same, moved, updates, faults, said.getvalue(), end
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name)
+def test_m05_a_nan_is_told_once_and_changes_nothing(layout, precision, pool, tmp_path):
+    ranks = spread(pool, poisoned_rank, layout, layout, precision, tmp_path, 5, 3)
+    for same, moved, updates, faults, _, end in ranks:
+        assert same and moved and end == ""
+        assert updates == [1, 2, 2, 3, 4] and [bool(fault) for fault in faults] == [False, False, True, False, False]
+    (told,) = [line for line in ranks[0][4].splitlines() if line.startswith("step 3 skipped")]
+    assert "not finite" in told and "forward pass of micro-batch 2" in told and f"stage {layout.get('pipeline', 1) - 1}" in told
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and ["skipped" in line for line in lines] == [False, False, True, False, False]
+    assert lines[2]["grad_norm"] == "NaN" and lines[2]["loss"] == "NaN" and math.isfinite(lines[2]["loss_mean"])
+    good = [line["loss"] for line in lines[:2]]
+    assert min(good) <= lines[2]["loss_mean"] <= max(good)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2}], ids=name)
+def test_m05_m03_a_run_of_nothing_but_nan_stops(layout, pool, tmp_path):
+    for *_, updates, faults, _, end in spread(pool, poisoned_rank, layout, layout, "fp32", tmp_path, 9, 9):
+        assert len(updates) == 4 and updates[-1] == 2  # 2 good ones; the third bad step in a row ends the run
+        assert "step 5 skipped" in end and "3 steps in a row" in end and "max_skipped: 2" in end
+
+
+# ---- 16 bits ----
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_m01_gradients_add_up_in_fp32(native):
+    weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
+    weight.grad_sum = torch.zeros(1, 1)
+    moves = Moves(Mesh(Layout())["tensor"], Gemm(native), WeightQueue())
+    for gradient in [1.0] * 256 + [2.0**-9] * 256:
+        x = torch.ones(1, 1, dtype=torch.bfloat16)
+        linear(x, [weight], [], moves).backward(torch.full((1, 1), gradient, dtype=torch.bfloat16))
+    assert weight.grad_sum.item() == 256.5 and weight.grad is None
+
+
+def many_micro_batches_rank(rank, world, layout, micro_batch):
+    engine = engine_of(tiny(RUN, train={"global_batch": 64, "micro_batch": micro_batch}), layout, rank, world, "bf16")
+    mine = batches(engine, 0)
+    return engine.gradients(mine, engine.count_tokens(mine))[2], parts_of(engine, gradients=True)
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=name)
+def test_m01_many_bf16_micro_batches_give_the_gradient_of_one(layout, pool):
+    (norm, gradients), *_ = spread(pool, many_micro_batches_rank, {}, {}, 64)
+    for other_norm, other in spread(pool, many_micro_batches_rank, layout, layout, 1):
+        # each element is a sum of terms of bf16; were the sum bf16 too, 64 additions would leave up to 64 x 2^-9
+        assert other_norm == pytest.approx(norm, rel=2**-9)
+        for key, (_, _, value) in gradients.items():
+            assert np.linalg.norm(other[key][2] - value) <= 2**-6 * np.linalg.norm(value), key
+
+
+def test_m10_a_bf16_loss_near_36_has_no_grid():
+    draw = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, 259, generator=draw) + F.one_hot(torch.arange(64), 259) * 38).bfloat16()
+    labels = torch.arange(64) + 100
+    loss, _ = cross_entropy(logits, labels)
+    right = F.cross_entropy(logits.double(), labels, reduction="none")
+    assert 30 < right.mean() < 45 and loss.dtype == torch.float32
+    assert (loss.double() - right).abs().max() < 16 * EPS32 * right.max()
+
+
+# ---- the optimizer in a run ----
+
+
+def decayed_rank(rank, world, layout, changes):
+    """How a step with zero gradients, rate 0.1 and decay 0.1 changes each parameter: the ratio new / old, by name."""
+    engine = engine_of(tiny(changes, optimizer={"weight_decay": 0.1}), layout, rank, world, "fp32")
+    with torch.no_grad():
+        for param in engine.model.parameters():
+            param.add_(0.25)  # so that zeros show too
+    engine.optimizer.refresh_masters()
+    before = parts_of(engine)
+    engine.buckets.start()
+    engine.buckets.finish()
+    engine.optimizer.step(0.1, 1.0)
+    return {key: (value / before[key][2]).ravel() for key, (_, _, value) in parts_of(engine).items()}
+
+
+FAMILIES = {
+    "llama": {}, "qwen": {"model": {"bias_qkv": True, "tied": True}},
+    "gpt2": {"model": {"norm": "layernorm", "positions": "learned", "bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}},
+    "embeddings": {"optimizer": {"decay_embeddings": True}, "model": {"positions": "learned"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 1}, {"tensor": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_o02_matrices_decay_and_norms_biases_and_tables_do_not(family, layout, pool):
+    seen = set()
+    for ratios in spread(pool, decayed_rank, layout, layout, FAMILIES[family]):
+        for key, ratio in ratios.items():
+            table = key.startswith(("embedding", "positions"))
+            decays = family == "embeddings" if table else not key.endswith("bias") and "norm" not in key
+            assert ratio == pytest.approx(0.99 if decays else 1.0, rel=4 * EPS32 if decays else 0), key
+            seen.add(decays)
+    assert seen == {True, False}
+
+
+def rates_rank(rank, world, layout, micro_batch, unit):
+    schedule = {"warmup": 4 * (16 if unit == "samples" else 1), "unit": unit}
+    config = tiny(RUN, train={"steps": 8, "global_batch": 16, "micro_batch": micro_batch}, optimizer=schedule)
+    engine = engine_of(config, layout, rank, world, "fp32")
+    return [engine.step(batches(engine, step), step).lr for step in range(8)]
+
+
+@pytest.mark.parametrize("unit", ["steps", "samples"])
+def test_o03_o04_the_rate_counts_updates_whatever_data_ranks_and_micro_batches(unit, pool):
+    right = [2.5e-3, 5e-3, 7.5e-3, 1e-2, *(1e-2 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3, 4))]
+    for data in (1, 2, 4):
+        for micro_batch in (1, 4):
+            layout = {"data": data}
+            assert spread(pool, rates_rank, layout, layout, micro_batch, unit) == [pytest.approx(right, abs=1e-2 * 8 * EPS64)] * data
+
+
+def test_o01_o09_the_first_update_is_the_logged_rate_times_the_sign_of_the_gradient():
+    config = tiny(RUN, optimizer={"lr": 1e-3, "warmup": 10, "weight_decay": 0.0, "clip": 0.0}, train={"steps": 20})
+    engine = engine_of(config, {})
+    empty = make_batch(259, [32], 0, valid=[0])
+    assert engine.step([empty], 0).fault and engine.optimizer.updates == 0, "a skipped step is no update"
+    before = parts_of(engine)
+    mine = batches(engine, 0)
+    engine.gradients(mine, engine.count_tokens(mine))
+    gradients = parts_of(engine, gradients=True)
+    result = engine.step(mine, 0)
+    assert result.lr == pytest.approx(1e-4, rel=EPS64) and engine.optimizer.updates == 1
+    for key, (_, _, value) in parts_of(engine).items():
+        g = gradients[key][2]
+        moved = value - before[key][2]
+        assert moved == pytest.approx(-result.lr * g / (abs(g) + 1e-8), abs=64 * EPS64 * abs(before[key][2]).max() + 1e-4 * 64 * EPS64), key
+
+
+def test_o09_a_parameter_without_gradient_at_first_is_corrected_by_the_updates_made():
+    engine = engine_of(tiny(RUN, optimizer={"weight_decay": 0.0, "clip": 0.0}), {})
+    weight = engine.model.norm.weight
+    for update, gradient in enumerate((0.0, 0.5), start=1):
+        engine.buckets.start()
+        weight.grad_sum.fill_(gradient)
+        engine.buckets.finish()
+        before = weight.detach().clone()
+        engine.optimizer.step(1e-2, 1.0)
+        m, v = 0.1 * gradient / (1 - 0.9**update), 0.05 * gradient**2 / (1 - 0.95**update)
+        assert (weight.detach() - before).numpy() == pytest.approx(-1e-2 * m / (math.sqrt(v) + 1e-8), rel=64 * EPS64, abs=EPS64)
+
+
+@pytest.mark.parametrize("clip", [0.1, 0.0, 1e6])
+def test_o11_the_norm_is_told_before_clipping_and_what_is_applied_is_clipped(clip):
+    config = tiny(RUN, optimizer={"clip": clip})
+    engine = engine_of(config, {})
+    mine = batches(engine, 0)
+    *_, norm = engine.gradients(mine, engine.count_tokens(mine))
+    result = engine.step(mine, 0)
+    assert result.grad_norm == norm > 0.5
+    applied = math.sqrt(sum(float((state.exp_avg / 0.1).square().sum()) for state in engine.optimizer.states))
+    # the fused update takes the factor in fp32
+    assert applied == pytest.approx(0.1 if clip == 0.1 else norm, rel=EPS32 if clip == 0.1 else 64 * EPS64)
+
+
+# ---- evaluation ----
+
+
+def evaluated_rank(rank, world, layout, evaluate):
+    engine = engine_of(tiny(RUN), layout, rank, world, "fp32")
+    results = []
+    for step in range(4):
+        mine = batches(engine, step)
+        if evaluate:
+            sums = [bucket.gradients.clone() for bucket in engine.buckets.buckets]
+            engine.evaluate([make_batch(259, [32], 7), make_batch(259, [11], 8)])
+            assert all(torch.equal(b.gradients, before) for b, before in zip(engine.buckets.buckets, sums))
+        results.append(engine.step(mine, step))
+    assert engine.model.training
+    return results, parts_of(engine)
+
+
+@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "data": 2, "zero": 1}, {"tensor": 2, "sequence": False}], ids=name)
+def test_g07_evaluation_between_steps_changes_no_bit(layout, pool):
+    plain, evaluated = (spread(pool, evaluated_rank, layout, layout, flag) for flag in (False, True))
+    for (results, weights), (others, other_weights) in zip(plain, evaluated):
+        assert results == others and all((weights[key][2] == other_weights[key][2]).all() for key in weights)
+
+
+def test_g07_a_run_that_evaluates_leaves_the_weights_of_one_that_does_not(pool, tmp_path):
+    for folder, every in (("often", 1), ("never", 0)):
+        run(pool, tiny(RUN, train={"eval_every": every}), {}, tmp_path / folder)
+    assert same_bits(state_of(tmp_path / "often", 6), state_of(tmp_path / "never", 6))
+
+
+# ---- the command line ----
+
+CONFIG = """
+device: cpu
+model: {layers: 1, width: 16, heads: 2}
+data: {train: CORPUS, tokenizer: bytes, sequence: 16, split: [0.9, 0.1, 0.0]}
+train: {folder: FOLDER, steps: 2, global_batch: 4, eval_batches: 1}
+log: {tensorboard: false}
+"""
+
+
+@pytest.fixture
+def mtm(tmp_path):
+    """Runs a command of `mtm` in a fresh folder with a small corpus and `run.yaml`; the completed process."""
+    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
+        for document in range(20):
+            writer.add(np.arange(document, document + 60) % 256)
+    text = CONFIG.replace("CORPUS", str(tmp_path / "corpus")).replace("FOLDER", str(tmp_path / "run"))
+    (tmp_path / "run.yaml").write_text(text)
+
+    def call(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "mtmegatron.cli.main", *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+    return call
+
+
+def one_message(done: subprocess.CompletedProcess, *words: str) -> None:
+    """The command was refused with one message that has these words, and without a traceback."""
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr, done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_l01_a_port_that_is_taken_is_named(mtm):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        one_message(mtm("train", "run.yaml", "--nproc", "2", "--port", str(port)), f"port {port}", "free one")
+
+
+def test_l02_a_wrong_number_of_processes_is_one_message_with_the_equation(mtm):
+    done = mtm("train", "run.yaml", "parallel.tensor=2", "parallel.data=3", "--nproc", "4")
+    one_message(done, "`parallel.tensor: 2` x `pipeline: 1` x `data: 3` is 6", "4 processes", "--nproc 6")
+    one_message(mtm("train", "run.yaml", "parallel.tensor=2"), "tensor: 2", "1 processes")  # started plainly
+
+
+def test_l07_the_final_values_are_printed_with_their_origin(mtm):
+    done = mtm("config", "run.yaml", "optimizer.lr=2e-3", "--nproc", "2")
+    lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
+    assert done.returncode == 0
+    assert "0.002" in lines["optimizer.lr"] and lines["optimizer.lr"].endswith("# override")
+    assert lines["model.width"].endswith("# file run.yaml") and lines["train.seed"].endswith("# default")
+    assert "2" in lines["parallel.data"] and lines["parallel.data"].endswith("# derived")
+
+
+def test_l07_a_value_against_the_checkpoint_is_refused_by_the_command_too(mtm):
+    assert mtm("train", "run.yaml").returncode == 0
+    one_message(mtm("train", "run.yaml", "optimizer.lr=1e-2"), "optimizer.lr: 0.0003 in the checkpoint, 0.01 now", "accept_changes")
+    one_message(mtm("train", "run.yaml", "train.resume=never"), "resume: never", "checkpoints of an earlier run")
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("train absent.yaml", ["absent.yaml"]),
+        ("train run.yaml data.train=nowhere", ["nowhere"]),
+        ("train run.yaml train.folder=/proc/none", ["train.folder", "/proc/none"]),
+        ("train run.yaml optimizer.rl=1", ["optimizer.rl", "did you mean lr"]),
+        ("train run.yaml data.tokenizer=no.json", ["no.json"]),
+        ("generate empty", ["empty"]),
+        ("data prepare absent.jsonl --output out --tokenizer bytes", ["absent.jsonl"]),
+        ("data prepare empty.jsonl --output out --tokenizer bytes", ["empty.jsonl"]),
+        ("verify run.yaml --layouts tensor", ["tensor"]),
+        ("config empty.jsonl", ["empty.jsonl"]),
+    ],
+)
+def test_l08_missing_and_empty_inputs_end_with_one_message(command, words, mtm, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "empty").mkdir()
+    one_message(mtm(*command.split()), *words)
