@@ -19,8 +19,9 @@ from mtmegatron.layout import Layout
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # every set of axes that something communicates over; made in this order on every rank
 GROUPS = (
-    ("tensor",), ("context",), ("ulysses",), ("ring",), ("data",), ("data_copies",), ("pipeline",), ("data", "context"), ("data", "context", "tensor"),
-    ("data", "context", "key_value_copies"), ("data", "context", "ends"), ("data", "context", "tensor", "pipeline"),
+    ("tensor",), ("context",), ("ulysses",), ("ring",), ("data",), ("data_copies",), ("pipeline",), ("data", "context"),
+    ("data_shards", "context"), ("data_shards", "context", "tensor"), ("data_shards", "context", "key_value_copies"),
+    ("data_shards", "context", "ends"), ("data", "context", "tensor", "pipeline"),
 )  # fmt: skip
 # torch 2.13 renamed two collectives; the names before work from 2.11 on
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,7 +63,7 @@ class Axis:
             return x
         if x.numel() < SMALL or x.numel() % self.size:
             parts = self.all_gather(x.reshape(1, -1))
-            return x.copy_(_ordered_sum(parts).view_as(x))
+            return x.copy_(_ordered_sum(parts, x.dtype).view_as(x))
         flat = x.view(-1)
         return self.all_gather(self.reduce_scatter(flat), out=flat).view_as(x)
 
@@ -101,28 +102,29 @@ class Axis:
         work = _all_gather(result, x, group=self.group, async_op=True)
         return Pending(work, lambda: result)
 
-    def start_reduce_scatter(self, x: torch.Tensor) -> Pending:
+    def start_reduce_scatter(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> Pending:
+        """`dtype`: what travels; the sum has the type of x."""
         if self.size == 1:
             return Pending(None, lambda: x)
-        x = x.contiguous()
+        sent = x.contiguous() if dtype is None else x.to(dtype)
         if not self._ordered:
-            result = x.new_empty(x.shape[0] // self.size, *x.shape[1:])
-            return Pending(_reduce_scatter(result, x, group=self.group, async_op=True), lambda: result)
-        parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=self.group, async_op=True)
-        return Pending(work, lambda: _ordered_sum(parts.view(self.size, -1)).view(-1, *x.shape[1:]))
+            result = sent.new_empty(x.shape[0] // self.size, *x.shape[1:])
+            return Pending(_reduce_scatter(result, sent, group=self.group, async_op=True), lambda: result.to(x.dtype))
+        parts = torch.empty_like(sent)
+        work = dist.all_to_all_single(parts, sent, group=self.group, async_op=True)
+        return Pending(work, lambda: _ordered_sum(parts.view(self.size, -1), x.dtype).view(-1, *x.shape[1:]))
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.rank} of {self.size})"
 
 
-def _ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """Sum over dim 0 in index order; 16-bit inputs are summed in fp32 and rounded once."""
+def _ordered_sum(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Sum over dim 0 in index order; 16-bit inputs are summed in fp32 and rounded once, to `dtype`."""
     wide = torch.promote_types(parts.dtype, torch.float32)
     total = torch.add(parts[0].to(wide), parts[1].to(wide))
     for part in parts[2:]:
         total += part
-    return total.to(parts.dtype)
+    return total.to(dtype)
 
 
 def _group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup:

@@ -80,7 +80,7 @@ def initial_value(name: str, placement: Placement, seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def initialise(model: nn.Module, layout: Layout, rank: int, seed: int) -> None:
-    """Fills every parameter of the model with its part of the first value."""
-    for name, param in model.named_parameters():
+def initialise(names: dict[nn.Parameter, str], layout: Layout, rank: int, seed: int) -> None:
+    """Fills parameters, given with their names, with their part of the first value."""
+    for param, name in names.items():
         param.copy_(param.placement.part(initial_value(name, param.placement, seed), layout, rank))

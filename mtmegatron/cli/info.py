@@ -77,10 +77,11 @@ def describe(config: "Config") -> dict:
 
 def parameters_by_kind(model: "ModelConfig") -> dict[str, int]:
     """Parameters of embedding, positions, attention, mlp, norms and head of the whole model."""
+    from mtmegatron.config.constraints import resolve
     from mtmegatron.config.schema import Config
 
     counts: dict[str, int] = {}
-    for name, param in _on_meta(Config(model=model), 0)[0].named_parameters():
+    for name, param in _on_meta(resolve(Config(model=model)), 0)[0][0].named_parameters():
         parts = [part for part in name.split(".")[:-1] if part != "layers" and not part.isdigit()]
         kind = "norms" if parts[0].endswith("norm") else parts[0]
         counts[kind] = counts.get(kind, 0) + param.numel()
@@ -93,39 +94,32 @@ def stage_bytes(config: "Config", rank: int) -> StageBytes:
     from mtmegatron.parallel.data import Buckets
     from mtmegatron.precision.types import TYPES
 
-    model, mesh = _on_meta(config, rank)
+    chunks, mesh = _on_meta(config, rank)
     p, types = config.parallel, TYPES[config.train.precision]
-    count = sum(param.numel() for param in model.parameters())
-    buckets = Buckets(model, mesh, types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
+    names = {param: name for chunk in chunks for name, param in chunk.named_parameters()}
+    count = sum(param.numel() for param in names)
+    units = {unit: modules for chunk in chunks for unit, modules in chunk.units().items()}
+    buckets = Buckets(units, names, mesh, types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
     states = AdamW(config.optimizer, buckets, types).states
     own_master = types.master != types.compute  # else the master is the weight itself
     return StageBytes(
-        mesh.coordinate("pipeline"), len(model.layers), count,
-        weights=sum(b.values.nbytes for b in buckets.buckets),
-        gradients=sum(b.gradients.nbytes for b in buckets.buckets),
+        mesh.coordinate("pipeline"), sum(len(chunk.layers) for chunk in chunks), count,
+        weights=sum((b.own_values if b.loose_values else b.values).nbytes for b in buckets.buckets),
+        gradients=sum((b.own_gradients if b.loose_gradients else b.gradients).nbytes for b in buckets.buckets),
         optimizer=sum(t.nbytes for s in states for kind, t in s.tensors.items() if own_master or kind != "master"),
     )  # fmt: skip
 
 
-def _on_meta(config: "Config", rank: int) -> tuple["Decoder", "Mesh"]:
+def _on_meta(config: "Config", rank: int) -> tuple[list["Decoder"], "Mesh"]:
     """A rank's part of the model, without memory, and its mesh, without processes."""
-    import torch
-
-    from mtmegatron.config.constraints import layout_of, resolve
+    from mtmegatron.config.constraints import layout_of
     from mtmegatron.layers.build import Build
     from mtmegatron.mesh import Mesh
-    from mtmegatron.models.decoder import Decoder
-    from mtmegatron.models.size import split_layers
+    from mtmegatron.models.stages import build_chunks
     from mtmegatron.precision.types import TYPES
 
-    config = resolve(config)
-    p = config.parallel
     mesh = Mesh(layout_of(config), rank, "meta")
-    stage = mesh.coordinate("pipeline")
-    layers = split_layers(config.model, p.pipeline, config.data.sequence, p.pipeline_layers)[stage]
-    build = Build(mesh, TYPES[config.train.precision].compute)
-    with torch.device("meta"):
-        return Decoder(config, build, layers, stage == 0, stage == p.pipeline - 1), mesh
+    return build_chunks(config, Build(mesh, TYPES[config.train.precision].compute)), mesh
 
 
 def _print_tables(facts: dict) -> None:

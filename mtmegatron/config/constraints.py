@@ -37,7 +37,9 @@ def resolve(config: Config, world: int | None = None) -> Config:
     degrees = {
         "sequence": parallel.sequence if parallel.sequence is not None else parallel.tensor > 1,
         "data": parallel.data or max((world or others) // others, 1),
+        "chunks": parallel.chunks or (2 if parallel.schedule in ("interleaved", "zb-v", "dualpipe-v") else 1),
     }
+    degrees["shard"] = parallel.shard or degrees["data"]
     return config.model_copy(update={"model": model.model_copy(update=width), "parallel": parallel.model_copy(update=degrees)})
 
 
@@ -52,7 +54,7 @@ def check(config: Config, world: int) -> Config:
 def faults(config: Config, world: int) -> Iterator[str]:
     """One line per fault, each with its repair."""
     resolved = resolve(config, world)
-    for rule in (_model, _world, _heads, _layers, _tokens, _batch, _training):
+    for rule in (_model, _world, _heads, _layers, _tokens, _batch, _sharding, _recompute, _training):
         yield from rule(config, resolved, world)
 
 
@@ -99,12 +101,17 @@ def _heads(config: Config, resolved: Config, world: int) -> Iterator[str]:
 
 def _layers(config: Config, resolved: Config, world: int) -> Iterator[str]:
     p, layers = config.parallel, config.model.layers
-    if p.pipeline_layers is not None and len(p.pipeline_layers) != p.pipeline:
-        yield f"`parallel.pipeline_layers` names {len(p.pipeline_layers)} stages, `parallel.pipeline` {p.pipeline}: give one number per stage"
+    stages, chunks = p.pipeline * resolved.parallel.chunks, resolved.parallel.chunks
+    if p.schedule in ("zb-v", "dualpipe-v") and chunks != 2:
+        yield f"`parallel.chunks: {chunks}` with `schedule: {p.schedule}`: use 2, or leave it out"
+    elif p.schedule in ("1f1b", "gpipe", "zb-h1") and chunks != 1:
+        yield f"`parallel.chunks: {chunks}` has no effect with `schedule: {p.schedule}`: use interleaved, or leave it out"
+    if p.pipeline_layers is not None and len(p.pipeline_layers) != stages:
+        yield f"`parallel.pipeline_layers` names {len(p.pipeline_layers)} chunks, the pipeline has {stages} ({p.pipeline} ranks x {chunks}): give one number for each"
     if p.pipeline_layers is not None and sum(p.pipeline_layers) != layers:
         yield f"`parallel.pipeline_layers` adds up to {sum(p.pipeline_layers)} layers, `model.layers` is {layers}: make them equal"
-    if p.pipeline > layers + 2:
-        yield f"`parallel.pipeline: {p.pipeline}` leaves stages with nothing to do: use at most {layers + 2} (layers, embedding, head)"
+    if stages > layers + 2:
+        yield f"`parallel.pipeline: {p.pipeline}` x {chunks} chunks leaves some with nothing to do: use at most {layers + 2} (layers, embedding, head)"
 
 
 def _tokens(config: Config, resolved: Config, world: int) -> Iterator[str]:
@@ -129,6 +136,26 @@ def _batch(config: Config, resolved: Config, world: int) -> Iterator[str]:
         )
 
 
+def _sharding(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    p, data = config.parallel, resolved.parallel.data
+    if p.shard and data % p.shard:
+        yield f"`parallel.shard: {p.shard}` does not divide the {data} data ranks: use {one_of(divisors(data))}"
+    if p.shard and p.zero == 0:
+        yield f"`parallel.shard: {p.shard}` has no effect with `parallel.zero: 0`: use zero 1, 2 or 3, or leave it out"
+    if p.reduce == "bf16" and config.train.precision == "fp64":
+        yield "`parallel.reduce: bf16` with `train.precision: fp64` rounds what the run is to prove: leave it out"
+
+
+def _recompute(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    r, default = config.recompute, type(config.recompute)()
+    if r.mode != "full" and (r.every, r.first) != (default.every, default.first):
+        yield f"`recompute.every` and `first` have no effect with `recompute.mode: {r.mode}`: use full, or leave them out"
+    if r.mode != "selective" and r.parts != default.parts:
+        yield f"`recompute.parts` has no effect with `recompute.mode: {r.mode}`: use selective, or leave it out"
+    if r.mode == "selective" and not r.parts:
+        yield "`recompute.mode: selective` without `recompute.parts`: name some, or use none"
+
+
 def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
     o, train, data = config.optimizer, config.train, config.data
     length = o.decay_length or (train.steps if o.unit == "steps" else train.steps * train.global_batch)
@@ -147,7 +174,7 @@ def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
 def layout_of(config: Config) -> Layout:
     """The layout of a resolved configuration."""
     p = config.parallel
-    return Layout(p.tensor, 1, p.data, p.pipeline, p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor))
+    return Layout(p.tensor, 1, p.data, p.pipeline, p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor), shards=p.shard)
 
 
 def gated(model: ModelConfig) -> bool:

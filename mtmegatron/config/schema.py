@@ -71,18 +71,37 @@ class ParallelConfig(Section):
     """Sequence parallel: tensor ranks share the tokens between the matrices; default: when tensor > 1."""
     pipeline: PositiveInt = 1
     """Stages that share the layers."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"
+    """Order of forwards and backwards in the pipeline; `mtm schedule` compares them."""
+    chunks: PositiveInt | None = None
+    """Model chunks on each pipeline rank; default: 2 for interleaved, zb-v and dualpipe-v, else 1."""
     pipeline_layers: list[NonNegativeInt] | None = None
-    """Layers of each stage; default: balanced by cost, embedding and head counted."""
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """Order of forwards and backwards in the pipeline."""
+    """Layers of each chunk, from the first of the model to the last; default: balanced by cost, embedding and head counted."""
     data: PositiveInt | None = None
     """Replicas that share the batch; default: what the number of processes leaves."""
-    zero: Literal[0, 1] = 0
-    """ZeRO stage: 0 keeps the whole optimizer state on each data rank, 1 shards it."""
+    zero: Literal[0, 1, 2, 3] = 0
+    """ZeRO stage: 0 keeps everything whole on each data rank; 1 shards the optimizer state, 2 also gradients, 3 also weights."""
+    shard: PositiveInt | None = None
+    """Data ranks that share one sharded copy of the state (hybrid sharding); default: all."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """What gradients travel in; they are always accumulated and summed in fp32."""
     bucket_mb: PositiveFloat = 25.0
     """Gradients are reduced in buckets of about this size (MiB)."""
     overlap: bool = True
-    """Reduce gradients while backward still runs."""
+    """Reduce gradients while backward still runs, gather weights ahead of their use."""
+
+
+class RecomputeConfig(Section):
+    """What forward does not keep and backward computes again, to save memory; results have the same bits."""
+
+    mode: Literal["none", "selective", "full"] = "none"
+    """selective: the named parts of each block; full: whole blocks."""
+    parts: list[Literal["attention", "norm", "activation", "up"]] = ["attention", "norm", "activation"]
+    """selective: attention core, inputs of the projections after a norm, product of the activation, up-projections."""
+    every: PositiveInt = 1
+    """full: every so many blocks of a chunk."""
+    first: PositiveInt | None = None
+    """full: only the first so many blocks of a chunk."""
 
 
 class OptimizerConfig(Section):
@@ -208,6 +227,7 @@ class Config(Section):
     """Where the run executes."""
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

@@ -16,6 +16,7 @@ from mtmegatron.layers.build import Build
 from mtmegatron.layers.linear import Linear, project
 from mtmegatron.ops.attention import attention, attention_cached
 from mtmegatron.ops.rope import rope, rope_table
+from mtmegatron.parallel.recompute import recomputed
 
 
 @dataclass
@@ -108,7 +109,7 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, build: Build, out_std: float):
         super().__init__()
-        self.layer, self.head_size = layer, model.head_size
+        self.layer, self.head_size, self.again = layer, model.head_size, "attention" in build.recompute
         self.heads = model.heads // build.tensor.size
         self.kv_heads = model.kv_heads // build.layout.key_value if build.layout.key_value else model.kv_heads // build.tensor.size
         std, bias, width, size = model.init_std, model.bias_qkv, model.width, model.head_size
@@ -123,7 +124,8 @@ class Attention(nn.Module):
         if where.rotary is not None:
             turned = rope(turned, *where.rotary)
         query, key = turned.split([self.heads, self.kv_heads], dim=1)
-        return self.out(self._attend(query, key, value, where).flatten(1))
+        attend = recomputed if self.again else _call
+        return self.out(attend(self._attend, query, key, value, where).flatten(1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
         if where.cache is None:
@@ -135,3 +137,7 @@ class Attention(nn.Module):
         # one by one: end to end, all keys would have to be copied at every step
         parts = zip(query.split(lengths), documents)
         return torch.cat([attention_cached(q, k, v, [q.shape[0]], [k.shape[0]]) for q, (k, v) in parts])
+
+
+def _call(function, *inputs):
+    return function(*inputs)

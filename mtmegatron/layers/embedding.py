@@ -14,12 +14,12 @@ from mtmegatron.placement import GRADIENT_AXES, Init
 class TokenEmbedding(nn.Module):
     """x = W[tokens], W of global shape [vocab, width] split by rows over `tensor`.
 
-    Each rank looks up the tokens whose rows it holds, zeros elsewhere; the sum over ranks is the embedding. `tied`: the table is also the output
-    projection, on the last stage. Shapes: T -> [T', D]."""
+    Each rank looks up the tokens whose rows it holds, zeros elsewhere; the sum over ranks is the embedding. `two_stages`: the table is also the
+    output projection, on another pipeline rank. Shapes: T -> [T', D]."""
 
-    def __init__(self, vocab: int, width: int, build: Build, *, std: float, decay: bool, tied: bool):
+    def __init__(self, vocab: int, width: int, build: Build, *, std: float, decay: bool, two_stages: bool):
         super().__init__()
-        ends = ("ends",) if tied and build.layout.pipeline > 1 else ()
+        ends = ("ends",) if two_stages else ()
         self.build, self.vocab = build, vocab
         self.weight = build.parameter((vocab, width), Init(std), decay, ((0, "tensor"),), GRADIENT_AXES + ends)
         (self.start, _), _ = self.weight.placement.offset_and_size(build.layout, build.mesh.rank)

@@ -6,6 +6,7 @@ from mtmegatron.config.schema import ModelConfig
 from mtmegatron.layers.build import Build
 from mtmegatron.layers.linear import Linear, project
 from mtmegatron.ops.activation import ACTIVATIONS
+from mtmegatron.parallel.recompute import dropped, recomputed
 
 
 class MLP(nn.Module):
@@ -13,6 +14,7 @@ class MLP(nn.Module):
 
     def __init__(self, model: ModelConfig, build: Build, out_std: float):
         super().__init__()
+        self.recompute = build.recompute
         self.activation, gated = ACTIVATIONS[model.activation]
         width, ffn, bias, std = model.width, model.ffn, model.bias_mlp, model.init_std
         self.gate = Linear(width, ffn, build, split="columns", bias=bias, std=std) if gated else None
@@ -20,5 +22,18 @@ class MLP(nn.Module):
         self.down = Linear(ffn, width, build, split="rows", bias=bias, std=out_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = project(x, self.gate, self.up) if self.gate is not None else self.up(x)
-        return self.down(self.activation(inner))
+        if "up" in self.recompute:
+            product = recomputed(self._inner, x)
+            again = self._inner, x
+        else:
+            inner = self._up(x)
+            product, again = self.activation(inner), (self.activation, inner)
+        if "activation" in self.recompute:
+            product = dropped(product, lambda: again[0](again[1]))
+        return self.down(product)
+
+    def _up(self, x: Tensor) -> Tensor:
+        return project(x, self.gate, self.up) if self.gate is not None else self.up(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return self.activation(self._up(x))

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from mtmegatron.layers.build import Build
 from mtmegatron.ops.norm import layer_norm, rms_norm
+from mtmegatron.parallel.recompute import dropped
 from mtmegatron.placement import Init
 
 
@@ -12,11 +13,15 @@ class Norm(nn.Module):
 
     def __init__(self, kind: str, width: int, eps: float, build: Build):
         super().__init__()
-        self.eps = eps
+        self.eps, self.again = eps, "norm" in build.recompute
         self.weight = build.parameter((width,), Init(constant=1.0), False, (), build.token_axes)
         self.bias = build.parameter((width,), Init(), False, (), build.token_axes) if kind == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._norm(x)
+        return dropped(y, lambda: self._norm(x)) if self.again else y
+
+    def _norm(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return rms_norm(x, self.weight, self.eps)
         return layer_norm(x, self.weight, self.bias, self.eps)

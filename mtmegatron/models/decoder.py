@@ -7,6 +7,8 @@ Shapes: T tokens of the micro-batch, T' = T / tensor under sequence parallel; hi
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from mtmegatron.layers.mlp import MLP
 from mtmegatron.layers.norm import Norm
 from mtmegatron.ops.cross_entropy import linear_cross_entropy
 from mtmegatron.parallel.gradient import accumulates
+from mtmegatron.parallel.recompute import recomputed
 from mtmegatron.placement import Init
 
 
@@ -48,19 +51,34 @@ class Head(nn.Module):
         self.weight = build.parameter((vocab, width), Init(std), True, ((0, "tensor"),))
 
 
+class Hooks(Protocol):
+    """What is told before and after each unit (embedding, each block, head), forward and backward."""
+
+    def before_forward(self, unit: str) -> None: ...
+
+    def after_forward(self, unit: str) -> None: ...
+
+    def before_backward(self, unit: str) -> None: ...
+
+    def after_backward(self, unit: str) -> None: ...
+
+
 class Decoder(nn.Module):
     """Stage of a decoder: blocks `layers`, the embedding when `first`, the final norm and the head when `last`.
 
-    `unit_done(name)`, when set, is called in backward as soon as all gradients of a block or of the head are there."""
+    `embedding`: the first stage's, when it lies on this rank too; `two_stages`: a tied table is on two ranks."""
 
-    def __init__(self, config: Config, build: Build, layers: range, first: bool, last: bool):
+    def __init__(
+        self, config: Config, build: Build, layers: range, first: bool, last: bool, *, embedding: TokenEmbedding | None = None,
+        two_stages: bool = False,
+    ):  # fmt: skip
         super().__init__()
         m = config.model
         self.config, self.build, self.first, self.last = config, build, first, last
-        self.unit_done: Callable[[str], None] | None = None
+        self.hooks: Hooks | None = None
         decay, std = config.optimizer.decay_embeddings, m.init_std
         if first or (last and m.tied):
-            self.embedding = TokenEmbedding(m.vocab, m.width, build, std=std, decay=decay, tied=m.tied)
+            self.embedding = embedding or TokenEmbedding(m.vocab, m.width, build, std=std, decay=decay, two_stages=two_stages)
         if first and m.positions == "learned":
             self.positions = PositionEmbedding(m.max_positions, m.width, build, std=std, decay=decay)
         self.rotary = Rotary(m, build.dtype) if m.positions == "rotary" else None
@@ -71,32 +89,58 @@ class Decoder(nn.Module):
             self.head = Head(m.vocab, m.width, build, std)
 
     def units(self) -> dict[str, list[nn.Module]]:
-        """Modules whose gradients are complete together, in the order of the forward pass."""
-        start = [self.embedding] if hasattr(self, "embedding") else []
-        start += [self.positions] if hasattr(self, "positions") else []
-        end = [self.norm] if self.last else []
-        end += [self.head] if hasattr(self, "head") else []
-        return {"embedding": start} | {name: [block] for name, block in self.layers.items()} | {"head": end}
+        """Modules that are used together, in the order of the forward pass. A tied table is in the first and in the last."""
+        found: dict[str, list[nn.Module]] = {}
+        if self.first:
+            found["embedding"] = [self.embedding] + ([self.positions] if hasattr(self, "positions") else [])
+        found |= {name: [block] for name, block in self.layers.items()}
+        if self.last:
+            found["head"] = [self.norm, self.head if hasattr(self, "head") else self.embedding]
+        return found
 
     def forward(self, x: Tensor | None, batch: Batch, cache: Cache | None = None) -> Tensor:
         """Hidden states after this stage's blocks; `x` are those of the stage before (None on the first)."""
         where = Where(batch.bounds, self._rotary(batch, cache), cache)
         if self.first:
-            x = self._embed(batch)
-        for name, block in self.layers.items():
-            x = block(self._mark(x, name), where)
+            x = self._run("embedding", lambda _: self._embed(batch), None)
+        for number, (name, block) in enumerate(self.layers.items()):
+            run = partial(recomputed, block) if self._again(number) else block
+            x = self._run(name, lambda x: run(x, where), x)
         return x
+
+    def _again(self, number: int) -> bool:
+        """Whether a block, by its number in this chunk, is computed again in backward as a whole."""
+        r = self.config.recompute
+        return r.mode == "full" and number % r.every == 0 and (r.first is None or number < r.first)
 
     def loss(self, hidden: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         """(scale x summed loss, for backward; summed cross entropy; summed z term) over the valid tokens of the micro-batch."""
-        train = self.config.train
-        hidden = self.build.whole_tokens(self.norm(self._mark(hidden, "head")))
-        weight = self.output_weight
+        sums = []
+
+        def head(hidden: Tensor) -> Tensor:
+            loss, *rest = self._head(hidden, batch, scale)
+            sums.extend(rest)
+            return loss
+
+        return self._run("head", head, hidden), *sums
+
+    def _head(self, hidden: Tensor, batch: Batch, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        train, weight = self.config.train, self.output_weight
         return linear_cross_entropy(
-            hidden, weight, batch.labels, scale, self._accumulate if accumulates([weight]) else None, axis=self.build.tensor,
-            start=weight.placement.offset_and_size(self.build.layout, self.build.mesh.rank)[0][0], vocab=self.config.model.vocab,
-            smoothing=train.label_smoothing, z_loss=train.z_loss, matmul=self.build.gemm.product,
+            self.build.whole_tokens(self.norm(hidden)), weight, batch.labels, scale, self._accumulate if accumulates([weight]) else None,
+            axis=self.build.tensor, start=weight.placement.offset_and_size(self.build.layout, self.build.mesh.rank)[0][0],
+            vocab=self.config.model.vocab, smoothing=train.label_smoothing, z_loss=train.z_loss, matmul=self.build.gemm.product,
         )  # fmt: skip
+
+    def _run(self, unit: str, function: Callable[[Tensor | None], Tensor], x: Tensor | None) -> Tensor:
+        """Runs a unit and tells the hooks before and after it, forward and backward."""
+        hooks = self.hooks
+        if hooks is None:
+            return function(x)
+        hooks.before_forward(unit)
+        y = function(_mark(x, hooks.after_backward, unit))
+        hooks.after_forward(unit)
+        return _mark(y, hooks.before_backward, unit)
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -132,10 +176,10 @@ class Decoder(nn.Module):
             return None
         return self.rotary(batch.positions, max(batch.bounds.lengths) + (cache.longest if cache else 0))
 
-    def _mark(self, x: Tensor, unit: str) -> Tensor:
-        if self.unit_done is None or not x.requires_grad:
-            return x
-        return _Mark.apply(x, self.unit_done, unit)
+
+def _mark(x: Tensor | None, tell: Callable[[str], None], unit: str) -> Tensor | None:
+    """x, and `tell(unit)` when backward comes by here: everything after x is done then, and nothing before it."""
+    return x if x is None or not x.requires_grad else _Mark.apply(x, tell, unit)
 
 
 class _Mark(torch.autograd.Function):

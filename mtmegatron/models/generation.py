@@ -30,7 +30,7 @@ from mtmegatron.layers.attention import Cache
 from mtmegatron.layers.build import Build
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder
-from mtmegatron.models.size import split_layers
+from mtmegatron.models.stages import build_chunks
 from mtmegatron.precision.gemm import Gemm
 from mtmegatron.precision.types import TYPES
 
@@ -275,11 +275,7 @@ def generation_config(store: Store, layout: dict[str, object], precision: str | 
 
 def load_model(store: Store, config: Config, mesh: Mesh, native_bf16: bool = True) -> Decoder:
     """This rank's part of the model of a checkpoint, for inference. Raises UserError when it is damaged."""
-    parallel = config.parallel
-    stage = mesh.coordinate("pipeline")
-    layers = split_layers(config.model, parallel.pipeline, config.data.sequence, parallel.pipeline_layers)[stage]
     build = Build(mesh, TYPES[config.train.precision].compute, Gemm(native_bf16))
-    with torch.device(mesh.device):
-        model = Decoder(config, build, layers, stage == 0, stage == parallel.pipeline - 1)
+    model = build_chunks(config, build)[0]
     load_weights(store, model.requires_grad_(False), mesh)
     return model

@@ -19,10 +19,12 @@ from mtmegatron.precision.types import Types
 
 @dataclass
 class State:
-    """Optimizer state of the owned part of one bucket: masters and the two moments, flat."""
+    """Optimizer state of the owned part of one bucket: masters and the two moments, flat; `values`, `gradients`: that part of the bucket."""
 
     bucket: Bucket
     owned: slice
+    values: Tensor
+    gradients: Tensor
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -42,11 +44,11 @@ class AdamW:
         self.states = [self._state(bucket) for bucket in buckets.buckets]
 
     def _state(self, bucket: Bucket) -> State:
-        owned = bucket.shard if self.buckets.zero else slice(0, bucket.values.numel())
-        values = bucket.values[owned]
-        same = values.dtype == self.types.master
-        master = values if same else values.to(self.types.master)
-        return State(bucket, owned, master, torch.zeros_like(master), torch.zeros_like(master))
+        whole = self.buckets.zero == 0
+        owned = slice(0, bucket.values.numel()) if whole else bucket.shard
+        values, gradients = (bucket.values, bucket.gradients) if whole else (bucket.own_values, bucket.own_gradients)
+        master = values if values.dtype == self.types.master else values.to(self.types.master)
+        return State(bucket, owned, values, gradients, master, torch.zeros_like(master), torch.zeros_like(master))
 
     @torch.no_grad()
     def step(self, lr: float, clip_factor: float) -> None:
@@ -58,15 +60,14 @@ class AdamW:
     def publish(self) -> None:
         """Rounds the masters into the weights and gathers them."""
         for state in self.states:
-            values = state.bucket.values[state.owned]
-            if values.data_ptr() != state.master.data_ptr():
-                values.copy_(state.master)
-        self.buckets.gather_values()
+            if state.values is not state.master:
+                state.values.copy_(state.master)
+        self.buckets.publish()
 
     def refresh_masters(self) -> None:
         """Takes the masters from the weights, after those were set from outside."""
         for state in self.states:
-            state.master.copy_(state.bucket.values[state.owned])
+            state.master.copy_(state.values)
 
     def _update(self, lr: float, clip_factor: float) -> None:
         c = self.config
@@ -89,4 +90,4 @@ def _part(state: State, decays: bool) -> tuple[Tensor, Tensor, Tensor, Tensor] |
     run = slice(0, border) if decays else slice(border, None)
     if state.master[run].numel() == 0:
         return None
-    return state.master[run], state.bucket.gradients[state.owned][run], state.exp_avg[run], state.exp_avg_sq[run]
+    return state.master[run], state.gradients[run], state.exp_avg[run], state.exp_avg_sq[run]

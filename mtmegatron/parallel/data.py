@@ -1,15 +1,20 @@
-"""Data parallel: flat buckets of parameters and gradients, their reduction, ZeRO.
+"""Data parallel: flat buckets of parameters and gradients, their reduction, ZeRO 0 to 3, hybrid sharding.
 
 Notable:
 - Parameters of a bucket are views of one buffer and their gradient sums views of another; collectives work on the buffers, nothing is copied.
 - A bucket has one set of axes over which its gradients are summed (`placement.summed`). So a norm weight under sequence parallel (summed over data
   and tensor), a key/value head held twice, and a tied table on two stages are reduced, sharded and counted by the same lines as all else.
 - Each rank of a bucket's axes owns one equal shard of it. The clipping norm is the sum over shards, so every element counts once.
-- ZeRO stages differ in what is whole: 0 keeps gradients and optimizer state whole on every rank, 1 shards the optimizer state.
-- Buckets are reduced in one fixed order; those whose axes leave the stage come last, since the stages finish at different times.
+- ZeRO stages differ in what is whole and when (Rajbhandari et al. 2020, 1910.02054): 0 gradients and optimizer state stay whole; 1 the optimizer
+  state is a shard; 2 a gradient buffer exists only from the first backward that writes to it until it is reduced into the shard; 3 a value buffer
+  exists only while a unit that needs it runs. A buffer that does not exist is a storage of size 0: views of it stay valid and come back with it.
+- Hybrid sharding: shards lie inside groups of data ranks, the groups hold copies; a shard's gradient is summed over the copies once per step.
+- Buckets are reduced in one fixed order. Those whose axes leave the stage (a tied table) are whole until the end of the step, since the stages
+  finish at different times.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +22,7 @@ from torch import Tensor, nn
 
 from mtmegatron.layout import share
 from mtmegatron.mesh import Axis, Mesh, Pending
+from mtmegatron.placement import Placement
 from mtmegatron.precision.types import Types
 
 ALIGN = 16  # elements: shards begin on cache lines
@@ -31,25 +37,46 @@ class Item:
     start: int
     stop: int
 
+    @property
+    def placement(self) -> Placement:
+        return self.param.placement
+
 
 @dataclass
 class Bucket:
-    """Some parameters with the same summed axes. `values`, `gradients`: flat buffers; `shard`: this rank's part of them."""
+    """Some parameters with the same summed axes. `axis`: the ranks that share its shards; `copies`: those that hold the same shard.
+
+    `values`, `gradients`: the whole buffers; `own_values`, `own_gradients`: this rank's shard of them, which always exists."""
 
     axis: Axis
+    copies: Axis
     counted: bool
     leaves_stage: bool
+    zero: int
     units: set[str] = field(default_factory=set)
     items: list[Item] = field(default_factory=list)
     values: Tensor | None = None
     gradients: Tensor | None = None
+    own_values: Tensor | None = None
+    own_gradients: Tensor | None = None
     decaying: int = 0  # the first so many elements belong to parameters that decay
-    pending: Pending | None = None
+    reducing: Pending | None = None
+    gathering: Pending | None = None
 
     @property
     def shard(self) -> slice:
-        start, size = share(self.gradients.numel(), self.axis.size, self.axis.rank)
+        start, size = share(self.values.numel(), self.axis.size, self.axis.rank)
         return slice(start, start + size)
+
+    @property
+    def loose_gradients(self) -> bool:
+        """Whether the gradient buffer comes and goes."""
+        return self.zero >= 2 and not self.leaves_stage
+
+    @property
+    def loose_values(self) -> bool:
+        """Whether the value buffer comes and goes."""
+        return self.zero >= 3 and not self.leaves_stage
 
     def fill(self, parameters: list[tuple[str, nn.Parameter]], types: Types) -> None:
         """Lays the parameters out, decaying ones and matrices first, and makes them views of the buffers."""
@@ -67,6 +94,12 @@ class Bucket:
         self.gradients = torch.zeros(total, dtype=types.gradient, device=device)
         for item in self.items:
             self._adopt(item)
+        self.own_values = self.values[self.shard].clone() if self.loose_values else self.values[self.shard]
+        self.own_gradients = torch.zeros_like(self.gradients[self.shard]) if self.loose_gradients else self.gradients[self.shard]
+        if self.loose_gradients:
+            _release(self.gradients)
+        if self.loose_values:
+            _release(self.values)
 
     def _adopt(self, item: Item) -> None:
         param = item.param
@@ -79,19 +112,74 @@ class Bucket:
         else:
             param.register_post_accumulate_grad_hook(_fold)
 
-    def start_reduction(self) -> None:
-        if self.axis.size > 1:
-            self.pending = self.axis.start_reduce_scatter(self.gradients)
+    # ---- gradients
 
-    def finish_reduction(self, whole: bool) -> None:
-        """Afterwards this rank's shard of `gradients` holds the sum; all of it when `whole`."""
-        if self.pending is None:
+    def clear(self) -> None:
+        """Gradients of the last step go."""
+        self.own_gradients.zero_()
+        if not self.loose_gradients:
+            self.gradients.zero_()
+
+    def expect_gradients(self) -> None:
+        """Something is about to be added to the sums: the buffer has to exist."""
+        if not self.loose_gradients:
             return
-        part, self.pending = self.pending.wait(), None
-        if whole:
-            self.axis.all_gather(part, out=self.gradients)
-        else:
-            self.gradients[self.shard].copy_(part)
+        self.finish_reduction()
+        if not _exists(self.gradients):
+            _bring_back(self.gradients)
+            self.gradients.zero_()
+
+    def start_reduction(self, dtype: torch.dtype) -> None:
+        if _exists(self.gradients) and self.reducing is None:
+            self.reducing = self.axis.start_reduce_scatter(self.gradients, dtype)
+
+    def finish_reduction(self) -> None:
+        """Afterwards the own shard holds the sum of all that was added so far."""
+        if self.reducing is None:
+            return
+        part, self.reducing = self.reducing.wait(), None
+        if self.loose_gradients:
+            self.own_gradients += part
+            _release(self.gradients)
+        elif self.axis.size > 1:
+            self.own_gradients.copy_(part)
+
+    def sum_copies(self) -> None:
+        """The sum over groups that hold copies of the shard; for ZeRO 0 the whole gradient."""
+        self.copies.all_reduce(self.own_gradients)
+        if self.zero == 0 and self.axis.size > 1:
+            self.axis.all_gather(self.own_gradients, out=self.gradients)
+
+    # ---- values
+
+    def start_gather(self) -> None:
+        """Begins to make the whole values from the shards, unless they are there or on their way."""
+        if self.loose_values and not _exists(self.values):
+            _bring_back(self.values)
+            self.gathering = self.axis.start_all_gather(self.own_values, out=self.values)
+
+    def finish_gather(self) -> None:
+        self.start_gather()
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def drop_values(self) -> None:
+        if self.loose_values:
+            self.finish_gather()
+            _release(self.values)
+
+
+def _exists(buffer: Tensor) -> bool:
+    return buffer.untyped_storage().size() > 0
+
+
+def _release(buffer: Tensor) -> None:
+    buffer.untyped_storage().resize_(0)
+
+
+def _bring_back(buffer: Tensor) -> None:
+    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 
 def _fold(param: nn.Parameter) -> None:
@@ -102,77 +190,155 @@ def _fold(param: nn.Parameter) -> None:
 
 
 class Buckets:
-    """All parameters of this rank in flat buckets, in the order in which backward completes them."""
+    """All parameters of this rank in flat buckets, in the order in which backward completes them.
 
-    def __init__(self, model: nn.Module, mesh: Mesh, types: Types, *, zero: int, bucket_bytes: float, overlap: bool):
+    `units`: modules whose parameters are used together, by name, in the order of the forward pass. The model calls `before_forward` and so on
+    around each of them."""
+
+    def __init__(
+        self, units: dict[str, list[nn.Module]], names: dict[nn.Parameter, str], mesh: Mesh, types: Types, *, zero: int,
+        bucket_bytes: float, overlap: bool, reduce_dtype: torch.dtype | None = None,
+    ):  # fmt: skip
         self.mesh, self.zero, self.overlap = mesh, zero, overlap
-        self.buckets = _build(model, mesh, types, bucket_bytes)
-        self._waiting: dict[int, set[str]] = {}
-        self._next = 0
+        self.reduce_dtype = reduce_dtype or types.gradient
+        self.order = list(units)
+        self.buckets = _build(units, names, mesh, types, zero, 0.0 if zero >= 3 else bucket_bytes)
+        self.of_unit = {unit: [b for b in self.buckets if unit in b.units] for unit in units}
+        self.complete = False  # whether the backward under way completes gradients: the last of a step, or any with ZeRO 2 and 3
+        self._left: dict[int, set[str]] = {}
+
+    # ---- around a step
 
     def start(self) -> None:
         """Clears the gradients of the last step."""
         for bucket in self.buckets:
-            bucket.gradients.zero_()
-        self._waiting = {i: set(bucket.units) for i, bucket in enumerate(self.buckets)}
-        self._next = 0
-
-    def unit_done(self, unit: str) -> None:
-        """All gradients of a unit are there, in the last backward of a step: reduces the buckets that this completes, in order."""
-        for waiting in self._waiting.values():
-            waiting.discard(unit)
-        while self.overlap and self._next < len(self.buckets) and not self._waiting[self._next]:
-            if self.buckets[self._next].leaves_stage:
-                break
-            self.buckets[self._next].start_reduction()
-            self._next += 1
+            bucket.clear()
+        self._left = {id(bucket): set(bucket.units) for bucket in self.buckets}
 
     def finish(self) -> None:
-        """Completes all reductions."""
-        for bucket in self.buckets[self._next :]:
-            bucket.start_reduction()
-        self._next = len(self.buckets)
+        """Completes all reductions of the step; those that leave the stage come last."""
         for bucket in self.buckets:
-            bucket.finish_reduction(whole=self.zero == 0)
+            bucket.start_reduction(self.reduce_dtype)
+        for bucket in self.buckets:
+            bucket.finish_reduction()
+            bucket.sum_copies()
+
+    # ---- around the units of a model
+
+    def before_forward(self, unit: str) -> None:
+        """Values of the unit have to be there; those of the next are sent for. The head adds to its sums in forward."""
+        self._need_values(unit, +1)
+        if unit == "head" and torch.is_grad_enabled():
+            self.expect(unit)
+
+    def after_forward(self, unit: str) -> None:
+        self._drop_values(unit)
+
+    def before_backward(self, unit: str) -> None:
+        self._need_values(unit, -1)
+        self.expect(unit)
+
+    def after_backward(self, unit: str) -> None:
+        """All gradients of the unit for this micro-batch are there, unless some were put off."""
+        self._drop_values(unit)
+        if self.complete:
+            self.unit_done(unit)
+
+    def expect(self, unit: str) -> None:
+        """Gradients of the unit are about to be added."""
+        for bucket in self.of_unit[unit]:
+            bucket.expect_gradients()
+
+    def unit_done(self, unit: str) -> None:
+        """Reduces the buckets that this unit completes. All ranks of a bucket run the same units, so they do it in the same order."""
+        for bucket in self.of_unit[unit]:
+            left = self._left[id(bucket)]
+            left.discard(unit)
+            if not left and not bucket.leaves_stage and (self.overlap or self.zero >= 2):
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        bucket.start_reduction(self.reduce_dtype)
+        if self.zero >= 2:
+            self._left[id(bucket)] = set(bucket.units)
+            for other in self.buckets:  # one buffer on its way beside the one being filled
+                if other is not bucket and other.loose_gradients:
+                    other.finish_reduction()
+        if not self.overlap:
+            bucket.finish_reduction()
+
+    def _need_values(self, unit: str, direction: int) -> None:
+        if self.zero < 3:
+            return
+        for bucket in self.of_unit[unit]:
+            bucket.finish_gather()
+        neighbour = self.order.index(unit) + direction
+        if self.overlap and 0 <= neighbour < len(self.order):
+            for bucket in self.of_unit[self.order[neighbour]]:
+                bucket.start_gather()
+
+    def _drop_values(self, unit: str) -> None:
+        if self.zero >= 3:
+            for bucket in self.of_unit[unit]:
+                bucket.drop_values()
+
+    # ---- sums over all parameters
 
     def squared_norm(self) -> Tensor:
         """This rank's part of the squared gradient norm; the sum over the world counts every logical element once."""
-        wide = torch.promote_types(self.buckets[0].gradients.dtype, torch.float32) if self.buckets else torch.float32
-        parts = [torch.linalg.vector_norm(b.gradients[b.shard]).square() for b in self.buckets if b.counted]
-        return torch.stack(parts).sum() if parts else torch.zeros((), dtype=wide, device=self.mesh.device)
+        parts = [torch.linalg.vector_norm(b.own_gradients).square() for b in self.buckets if b.counted]
+        return torch.stack(parts).sum() if parts else torch.zeros((), device=self.mesh.device)
 
     def zero_gradients(self, below: float) -> Tensor:
         """How many elements of this rank's shards have a gradient of zero, or of at most `below`, which is rounding."""
         count = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
         for bucket in self.buckets:
             if bucket.counted:
-                start, stop = bucket.shard.start, min(bucket.shard.stop, bucket.items[-1].stop)
-                count += (bucket.gradients[start : max(start, stop)].abs() <= below).sum()
+                used = max(bucket.items[-1].stop - bucket.shard.start, 0)
+                count += (bucket.own_gradients[:used].abs() <= below).sum()
         return count
 
-    def gather_values(self) -> None:
-        """Makes `values` whole again after each rank updated its shard."""
-        if self.zero == 0:
-            return
+    def not_finite(self) -> bool:
+        """Whether any gradient on this rank is infinite or NaN; asked only when looking for a fault."""
+        buffers = [b.own_gradients for b in self.buckets] + [b.gradients for b in self.buckets if _exists(b.gradients)]
+        return not all(bool(torch.isfinite(x).all()) for x in buffers)
+
+    # ---- whole values
+
+    def publish(self) -> None:
+        """Every rank updated its shard: makes the values whole where they are kept whole."""
         for bucket in self.buckets:
-            if bucket.axis.size > 1:
-                bucket.axis.all_gather(bucket.values[bucket.shard], out=bucket.values)
+            if self.zero and not bucket.loose_values and bucket.axis.size > 1:
+                bucket.axis.all_gather(bucket.own_values, out=bucket.values)
+
+    def whole_values(self) -> Iterator[Item]:
+        """All parameters, one after the other, with their values there while they are looked at or set."""
+        for bucket in self.buckets:
+            bucket.finish_gather()
+            yield from bucket.items
+            if bucket.loose_values:
+                bucket.own_values.copy_(bucket.values[bucket.shard])
+                bucket.drop_values()
 
 
-def _build(model: nn.Module, mesh: Mesh, types: Types, bucket_bytes: float) -> list[Bucket]:
+def _build(units: dict[str, list[nn.Module]], names: dict[nn.Parameter, str], mesh: Mesh, types: Types, zero: int, bucket_bytes: float) -> list[Bucket]:
     """Walks the units in backward order; a bucket is closed at the end of the unit in which it became large enough."""
     open_buckets: dict[tuple, tuple[Bucket, list]] = {}
     done: list[tuple[Bucket, list]] = []
-    names = {param: name for name, param in model.named_parameters()}
+    home: dict[nn.Parameter, Bucket] = {}
     width = torch.empty((), dtype=types.gradient).element_size()
-    for unit, modules in reversed(model.units().items()):
+    for unit, modules in reversed(units.items()):
         for param in [p for module in modules for p in module.parameters()]:
+            if param in home:  # a table that two units use
+                home[param].units.add(unit)
+                continue
             key = (param.placement.summed, param.placement.copies)
             if key not in open_buckets:
-                open_buckets[key] = (_empty(mesh, *key), [])
+                open_buckets[key] = (_empty(mesh, *key, zero), [])
             bucket, content = open_buckets[key]
             bucket.units.add(unit)
             content.append((names[param], param))
+            home[param] = bucket
         for key, (_, content) in list(open_buckets.items()):
             if sum(_largest_part(param, mesh) for _, param in content) * width >= bucket_bytes:
                 done.append(open_buckets.pop(key))
@@ -188,6 +354,7 @@ def _largest_part(param: nn.Parameter, mesh: Mesh) -> int:
     return math.prod(param.placement.offset_and_size(mesh.layout, 0)[1])
 
 
-def _empty(mesh: Mesh, summed: tuple[str, ...], copies: tuple[str, ...]) -> Bucket:
-    counted = all(mesh.coordinate(axis) == 0 for axis in copies)
-    return Bucket(mesh[summed], counted, "ends" in summed)
+def _empty(mesh: Mesh, summed: tuple[str, ...], copies: tuple[str, ...], zero: int) -> Bucket:
+    sharing = tuple("data_shards" if axis == "data" else axis for axis in summed)
+    counted = all(mesh.coordinate(axis) == 0 for axis in (*copies, "data_copies"))
+    return Bucket(mesh[sharing], mesh["data_copies"], counted, "ends" in summed, zero)

@@ -7,13 +7,16 @@ Notable:
 - Weights that share an input (query, key, value; gate, up) are multiplied as one matrix when they are adjacent in memory.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from mtmegatron.mesh import Axis
 from mtmegatron.parallel.gradient import WeightQueue, accumulates, add_to_sums, adjacent, joined
+from mtmegatron.parallel.recompute import remake_of
 from mtmegatron.precision.gemm import Gemm
 
 
@@ -35,15 +38,15 @@ def linear(x: Tensor, weights: list[nn.Parameter], biases: list[nn.Parameter], m
     """Y = X [W_1; W_2; ..]ᵀ + b, with this rank's parts of the weights.
 
     A bias of a row split is added once, after the sum. Shapes: x [T, in] (T / tensor where `before` gathers) -> [T, out]."""
-    return _Linear.apply(x, moves, len(weights), *weights, *biases)
+    return _Linear.apply(x, moves, remake_of(x), len(weights), *weights, *biases)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, moves: Moves, count: int, *parameters):
+    def forward(ctx, x, moves: Moves, remake, count: int, *parameters):
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        ctx.moves, ctx.weights, ctx.biases = moves, weights, biases
-        ctx.save_for_backward(x)
+        ctx.moves, ctx.weights, ctx.biases, ctx.remake = moves, weights, biases, remake
+        ctx.save_for_backward(*(() if remake else (x,)))
         whole = moves.axis.all_gather(x) if moves.before == "gather" else x
         bias = joined(biases) if biases else None
         late = bias is not None and moves.after is not None
@@ -56,11 +59,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), moves, weights, biases = ctx.saved_tensors, ctx.moves, ctx.weights, ctx.biases
+        moves, weights, biases = ctx.moves, ctx.weights, ctx.biases
+        kept = ctx.remake or partial(_first, ctx.saved_tensors)
         bias_gradients = _bias_gradients(biases, dy)
         dy = moves.axis.all_gather(dy) if moves.after == "scatter" else dy
         train = weights[0].requires_grad
-        gather = moves.axis.start_all_gather(x) if moves.before == "gather" and train and not moves.queue.defer else None
+        gather = moves.axis.start_all_gather(kept()) if moves.before == "gather" and train and not moves.queue.defer else None
         dx, pending = None, None
         if ctx.needs_input_grad[0]:
             dx = _input_gradient(moves.gemm, dy, weights)
@@ -70,8 +74,8 @@ class _Linear(torch.autograd.Function):
                 pending = moves.axis.start_all_reduce(dx)
         weight_gradients = [None] * len(weights)
         if train:
-            weight_gradients = _weight_gradients(moves, weights, dy, x, gather)
-        return pending.wait() if pending else dx, None, None, *weight_gradients, *bias_gradients
+            weight_gradients = _weight_gradients(moves, weights, dy, kept, gather)
+        return pending.wait() if pending else dx, None, None, None, *weight_gradients, *bias_gradients
 
 
 def _products(gemm: Gemm, x: Tensor, weights: list[nn.Parameter], bias: Tensor | None) -> Tensor:
@@ -90,17 +94,23 @@ def _input_gradient(gemm: Gemm, dy: Tensor, weights: list[nn.Parameter]) -> Tens
     return sum(gemm.input_gradient(part, w) for part, w in zip(parts, weights))
 
 
-def _weight_gradients(moves: Moves, weights: list[nn.Parameter], dy: Tensor, x: Tensor, gather) -> list[Tensor | None]:
-    """Adds dYᵀ X to the sums of the weights, now or through the queue; without sums, returns it."""
+def _first(saved: tuple[Tensor, ...]) -> Tensor:
+    return saved[0]
+
+
+def _weight_gradients(moves: Moves, weights: list[nn.Parameter], dy: Tensor, kept: Callable[[], Tensor], gather) -> list[Tensor | None]:
+    """Adds dYᵀ X to the sums of the weights, now or through the queue; without sums, returns it. `kept()` gives this rank's part of X."""
 
     def whole() -> Tensor:
         if moves.before != "gather":
-            return x
-        return gather.wait() if gather is not None else moves.axis.all_gather(x)
+            return kept()
+        return gather.wait() if gather is not None else moves.axis.all_gather(kept())
 
     if not accumulates(weights):
         gradient = moves.gemm.product(dy.t(), whole())
         return list(gradient.split([w.shape[0] for w in weights]))
+    if moves.queue.defer:  # what was dropped is made again now: with ZeRO 3 the weights for it are gone later
+        kept = partial(_first, (kept(),))
     moves.queue.add(lambda: _accumulate(moves.gemm, weights, dy, whole()))
     return [None] * len(weights)
 

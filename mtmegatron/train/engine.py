@@ -7,7 +7,9 @@ more with eyes open to tell where the first such number appears.
 """
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,12 +19,12 @@ from mtmegatron.config.schema import Config
 from mtmegatron.layers.build import Build
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder
-from mtmegatron.models.size import split_layers
+from mtmegatron.models.stages import build_chunks
 from mtmegatron.optim.adamw import AdamW
 from mtmegatron.optim.schedule import learning_rate
 from mtmegatron.parallel.data import Buckets
 from mtmegatron.parallel.pipeline.run import Run
-from mtmegatron.parallel.pipeline.schedule import Action, schedule
+from mtmegatron.parallel.pipeline.schedule import Action, Plan, schedule
 from mtmegatron.placement import initialise
 from mtmegatron.precision.gemm import Gemm
 from mtmegatron.precision.types import TYPES
@@ -49,21 +51,33 @@ class Engine:
     config: Config
     mesh: Mesh
     native_bf16: bool = True
-    model: Decoder = field(init=False)
 
     def __post_init__(self) -> None:
-        config, mesh = self.config, self.mesh
+        config, mesh, p = self.config, self.mesh, self.config.parallel
         self.types = TYPES[config.train.precision]
-        self.build = Build(mesh, self.types.compute, Gemm(self.native_bf16))
-        self.stage, stages = mesh.coordinate("pipeline"), config.parallel.pipeline
-        self.layers = split_layers(config.model, stages, config.data.sequence, config.parallel.pipeline_layers)[self.stage]
-        self.first, self.last = self.stage == 0, self.stage == stages - 1
-        with torch.device(mesh.device):
-            self.model = Decoder(config, self.build, self.layers, self.first, self.last)
-        initialise(self.model, mesh.layout, mesh.rank, config.train.seed)
-        p = config.parallel
-        self.buckets = Buckets(self.model, mesh, self.types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
+        again = frozenset(config.recompute.parts if config.recompute.mode == "selective" else ())
+        self.build = Build(mesh, self.types.compute, Gemm(self.native_bf16), recompute=again)
+        self.chunks = build_chunks(config, self.build)
+        self.names = {param: name for chunk in self.chunks for name, param in chunk.named_parameters()}
+        initialise(self.names, mesh.layout, mesh.rank, config.train.seed)
+        units = {unit: modules for chunk in self.chunks for unit, modules in chunk.units().items()}
+        self.buckets = Buckets(
+            units, self.names, mesh, self.types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap,
+            reduce_dtype=torch.bfloat16 if p.reduce == "bf16" else None,
+        )  # fmt: skip
         self.optimizer = AdamW(config.optimizer, self.buckets, self.types)
+        for chunk in self.chunks:
+            chunk.hooks = self.buckets
+
+    @property
+    def model(self) -> Decoder:
+        """The first chunk of this rank; all of its part where there is one chunk on a rank."""
+        return self.chunks[0]
+
+    @property
+    def last(self) -> bool:
+        """Whether the loss is computed on this rank."""
+        return any(chunk.last for chunk in self.chunks)
 
     def step(self, batches: list[Batch], step: int) -> StepResult:
         """Forward, backward and update with the micro-batches of this data rank."""
@@ -81,7 +95,6 @@ class Engine:
         self.buckets.start()
         stages = _Training(self, batches, 1.0 / max(tokens, 1))
         self._run(stages, training=True)
-        self.model.unit_done = None
         self.buckets.finish()
         wide = torch.promote_types(self.types.gradient, torch.float32)
         numbers = torch.stack([*(x.to(wide) for x in stages.sums()), self.buckets.squared_norm().to(wide)])
@@ -103,7 +116,8 @@ class Engine:
         return int(self.mesh["data", "context"].all_reduce(torch.tensor([own], device=self.mesh.device)).item())
 
     def _run(self, stages: "_Training", training: bool) -> None:
-        plan = schedule(self.config.parallel.schedule, self.config.parallel.pipeline, 1, len(stages.batches))
+        p = self.config.parallel
+        plan = _plan(p.schedule, p.pipeline, p.chunks, len(stages.batches))
         if not training:
             plan = plan.forward_only(len(stages.batches))
         Run(plan, stages, self.mesh["pipeline"], training).execute()
@@ -120,7 +134,6 @@ class Engine:
         self.buckets.start()
         stages = _Training(self, batches, 1.0 / max(tokens, 1), watch=True)
         self._run(stages, training=True)
-        self.model.unit_done = None
         self.buckets.finish()
         seen = stages.first_fault()
         reports = self.mesh.world.all_gather(torch.tensor([seen], dtype=torch.int64, device=self.mesh.device)).tolist()
@@ -132,33 +145,57 @@ class Engine:
         return f"it first appears in the {('forward', 'backward')[kind]} pass of micro-batch {micro_batch}, pipeline stage {stage.coordinate(rank)}, rank {rank}"
 
 
+@cache
+def _plan(kind: str, stages: int, chunks: int, micro_batches: int) -> Plan:
+    return schedule(kind, stages, chunks, micro_batches)
+
+
 class _Training:
     """The chunks of this rank for the pipeline executor, in one step."""
 
     def __init__(self, engine: Engine, batches: list[Batch], scale: float, watch: bool = False):
         self.engine, self.batches, self.scale, self.watch = engine, batches, scale, watch
         self.parts: list[tuple[Tensor, Tensor]] = []
-        self.backwards = 0
+        self.backwards = [0] * len(engine.chunks)
+        self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.faults: list[tuple[int, int]] = []
 
     def forward(self, chunk: int, x: Tensor | None, micro_batch: int) -> Tensor:
-        engine, batch = self.engine, self.batches[micro_batch]
-        # marks tell when gradients are complete, which only the last backward of the step has to know
-        last = micro_batch == len(self.batches) - 1 and torch.is_grad_enabled()
-        engine.model.unit_done = engine.buckets.unit_done if last else None
-        hidden = engine.model(x, batch)
-        if not engine.last:
+        model, batch = self.engine.chunks[chunk], self.batches[micro_batch]
+        hidden = model(x, batch)
+        if not model.last:
             return hidden
-        loss, ce_sum, z_sum = engine.model.loss(hidden, batch, self.scale)
+        loss, ce_sum, z_sum = model.loss(hidden, batch, self.scale)
         self.parts.append((ce_sum, z_sum))
         return loss
 
-    def backward_begins(self, chunk: int, micro_batch: int) -> None:
-        self.backwards += 1
+    def backward_begins(self, action: Action) -> None:
+        split = action.kind == "I"
+        self.engine.build.queue.defer = split
+        self.engine.buckets.complete = not split and self._completes(action.chunk)
 
-    def weight_gradients(self, chunk: int, micro_batch: int) -> None:
-        for work in self.engine.build.queue.take():
+    def backward_ends(self, action: Action) -> None:
+        queue = self.engine.build.queue
+        if action.kind == "I":
+            self.put_off[action.chunk, action.micro_batch], queue.defer = queue.take(), False
+        if self.engine.chunks[action.chunk].first:
+            self.engine.buckets.after_backward("embedding")
+
+    @torch.no_grad()
+    def weight_gradients(self, action: Action) -> None:
+        buckets, units = self.engine.buckets, list(self.engine.chunks[action.chunk].units())
+        for unit in units:
+            buckets.expect(unit)
+        for work in self.put_off.pop((action.chunk, action.micro_batch)):
             work()
+        if self._completes(action.chunk):
+            for unit in reversed(units):
+                buckets.unit_done(unit)
+
+    def _completes(self, chunk: int) -> bool:
+        """Whether the gradients of this backward may be reduced: always with ZeRO 2 and 3, else after the last of the step."""
+        self.backwards[chunk] += 1
+        return self.engine.buckets.zero >= 2 or self.backwards[chunk] == len(self.batches)
 
     def empty(self, micro_batch: int) -> Tensor:
         engine, batch = self.engine, self.batches[micro_batch]
@@ -170,7 +207,7 @@ class _Training:
             return
         bad = value is not None and not bool(torch.isfinite(value).all())
         if action.kind != "F":  # a forward would be blamed for the gradients of an earlier backward
-            bad = bad or not all(bool(torch.isfinite(b.gradients).all()) for b in self.engine.buckets.buckets)
+            bad = bad or self.engine.buckets.not_finite()
         if bad:
             self.faults.append((0 if action.kind == "F" else 1, action.micro_batch))
 

@@ -24,6 +24,7 @@ from mtmegatron.config.schema import Config
 from mtmegatron.data.gpt import Sample
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.mesh import Mesh
+from mtmegatron.parallel.data import Item
 from mtmegatron.precision.types import TYPES
 from mtmegatron.train.engine import Engine
 from mtmegatron.verify.pool import Pool
@@ -87,10 +88,10 @@ def serial_reference(config: Config, precisions: tuple[str, ...]) -> Reference:
     """Runs the configuration in this one process, in fp64 and in each precision."""
     single = check(laid_out(config, {}, "fp64"), 1)
     engine = Engine(single, Mesh(layout_of(single)))
-    state = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    state = {name: p.detach().clone() for p, name in engine.names.items()}
     exact, kept = Trace(), {"state": state}
-    for kind, tensors in _steps(engine, exact):
-        kept[kind] = {name: t.clone() for name, t in tensors.items()}
+    for kind, parts in _steps(engine, exact):
+        kept[kind] = {item.name: mine.clone().view_as(item.param) for item, mine, _ in parts}
     reference = Reference(exact, kept)
     train = config.train
     cuts = sorted({1, train.micro_batch, train.global_batch})
@@ -114,7 +115,7 @@ def compare(config: Config, layout: dict[str, object], precision: str, reference
 
 def world_of(layout: dict[str, object]) -> int:
     """Processes of a layout."""
-    return math.prod(int(layout.get(axis, 1)) for axis in ("tensor", "pipeline", "data"))
+    return math.prod(int(layout.get(axis, 1)) for axis in ("tensor", "pipeline", "data", "context"))
 
 
 def describe(layout: dict[str, object]) -> str:
@@ -129,20 +130,19 @@ def run_layout(rank: int, world: int, config: Config, layout: dict, precision: s
     engine = Engine(own, mesh)
     load_state(engine, tensors["state"])
     trace = Trace()
-    for kind, mine in _steps(engine, trace):
-        for name, slices in mine.items():
-            placement = engine.model.get_parameter(name).placement
-            right = placement.part(tensors[kind][name], mesh.layout, rank)
-            key = (kind, name, _copy_of(mesh, placement, kind))
-            trace.errors[key] = _squared_error(slices, right, engine, name, kind)
+    for kind, parts in _steps(engine, trace):
+        for item, mine, where in parts:
+            right = item.placement.part(tensors[kind][item.name], mesh.layout, rank).reshape(-1)[where]
+            key = (kind, item.name, _copy_of(mesh, item.placement, kind))
+            trace.errors[key] = float((mine.double() - right.double()).square().sum())
     return trace
 
 
 def load_state(engine: Engine, state: dict[str, torch.Tensor]) -> None:
     """Sets the weights from global tensors."""
     with torch.no_grad():
-        for name, param in engine.model.named_parameters():
-            param.copy_(param.placement.part(state[name], engine.mesh.layout, engine.mesh.rank))
+        for item in engine.buckets.whole_values():
+            item.param.copy_(item.placement.part(state[item.name], engine.mesh.layout, engine.mesh.rank))
     engine.optimizer.refresh_masters()
 
 
@@ -151,9 +151,10 @@ def _rank(rank: int, world: int, config: Config, layout: dict, precision: str, p
 
 
 def laid_out(config: Config, layout: dict, precision: str) -> Config:
-    """The configuration under a layout (settings of `parallel`, and `micro_batch`), in a precision. Raises UserError."""
+    """The configuration under a layout (settings of `parallel`, `micro_batch`, `recompute`), in a precision. Raises UserError."""
     tree = config.model_dump()
-    settings = {key: value for key, value in layout.items() if key != "micro_batch"}
+    settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute")}
+    tree["recompute"] = {"mode": layout.get("recompute", "none")}
     tree["parallel"] = {"bucket_mb": config.parallel.bucket_mb, "overlap": config.parallel.overlap} | settings
     tree["train"] |= {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
     return validate(tree, f"layout {describe(layout)}")
@@ -166,7 +167,10 @@ def batches(engine: Engine, step: int) -> list[Batch]:
     return micro_batches(config, samples, engine.mesh.coordinate("data"), step, engine.mesh.device)
 
 
-def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+Part = tuple[Item, torch.Tensor, slice]  # a parameter, flat elements of it that this rank answers for, which of its local elements they are
+
+
+def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, Iterator[Part]]]:
     """Runs the steps; yields ("gradient", ..) after the first backward and ("weight", ..) at the end."""
     for step in range(STEPS):
         mine = batches(engine, step)
@@ -174,28 +178,27 @@ def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, dict[str, torch.
             _, _, norm = engine.gradients(mine, engine.count_tokens(mine))
             rounding = torch.finfo(engine.types.gradient).eps * norm
             trace.zeros = int(engine.mesh.world.all_reduce(engine.buckets.zero_gradients(rounding).reshape(1)))
-            yield "gradient", {i.name: i.param.grad_sum for b in engine.buckets.buckets for i in b.items}
+            yield "gradient", _own_gradients(engine)
         result = engine.step(mine, step)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    yield "weight", {name: p.detach() for name, p in engine.model.named_parameters()}
+    yield "weight", ((item, item.param.detach().reshape(-1), slice(None)) for item in engine.buckets.whole_values())
 
 
-def _squared_error(mine: torch.Tensor, right: torch.Tensor, engine: Engine, name: str, kind: str) -> float:
-    """Squared difference; of a gradient, over the shard that this rank owns."""
-    difference = (mine.double() - right.double()).reshape(-1)
-    if kind == "gradient":
-        bucket, item = next((b, i) for b in engine.buckets.buckets for i in b.items if i.name == name)
-        start, stop = max(bucket.shard.start - item.start, 0), max(bucket.shard.stop - item.start, 0)
-        difference = difference[start:stop]
-    return float(difference.square().sum())
+def _own_gradients(engine: Engine) -> Iterator[Part]:
+    """The gradients in this rank's shards."""
+    for bucket in engine.buckets.buckets:
+        for item in bucket.items:
+            start, stop = max(item.start, bucket.shard.start), min(item.stop, bucket.shard.stop)
+            inside = slice(start - bucket.shard.start, max(stop - bucket.shard.start, start - bucket.shard.start))
+            yield item, bucket.own_gradients[inside], slice(start - item.start, max(stop, start) - item.start)
 
 
 def _copy_of(mesh: Mesh, placement, kind: str) -> tuple[int, ...]:
     """Which copy of a tensor a rank belongs to: errors add up over the parts of one copy, and the worst copy counts."""
     split = {axis for _, axis in placement.split}
     if kind == "gradient":
-        return tuple(mesh.coordinate(axis) for axis in placement.copies)
+        return tuple(mesh.coordinate(axis) for axis in (*placement.copies, "data_copies"))
     axes = ["pipeline", "data", "context"]
     axes += ["key_value_copies"] if "key_value" in split else [] if "tensor" in split else ["tensor"]
     return tuple(mesh.coordinate(axis) for axis in axes)

@@ -22,9 +22,13 @@ class Stages(Protocol):
     def forward(self, chunk: int, x: Tensor | None, micro_batch: int) -> Tensor:
         """Hidden states, or the scaled loss on the last stage."""
 
-    def backward_begins(self, chunk: int, micro_batch: int) -> None: ...
+    def backward_begins(self, action: Action) -> None:
+        """Before the backward of a micro-batch; "I" puts its weight gradients off."""
 
-    def weight_gradients(self, chunk: int, micro_batch: int) -> None: ...
+    def backward_ends(self, action: Action) -> None: ...
+
+    def weight_gradients(self, action: Action) -> None:
+        """The weight gradients that were put off."""
 
     def empty(self, micro_batch: int) -> Tensor:
         """A buffer for the hidden states of a micro-batch."""
@@ -72,16 +76,15 @@ class Run:
     def _backward(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
         gradient, out, x = self._arrived("B", key, self.gradients), self.outputs.pop(key), self.inputs.pop(key, None)
-        self.stages.backward_begins(action.chunk, action.micro_batch)
+        self.stages.backward_begins(action)
         torch.autograd.backward(out, gradient)
+        self.stages.backward_ends(action)
         self.stages.observe(action, None if x is None else x.grad)
-        if action.kind == "B":
-            self.stages.weight_gradients(action.chunk, action.micro_batch)
         if x is not None and not self._hand_over(action, -1, x.grad):
             self.outputs[key] = x.grad  # what SEND_B takes
 
     def _weights(self, action: Action) -> None:
-        self.stages.weight_gradients(action.chunk, action.micro_batch)
+        self.stages.weight_gradients(action)
 
     def _hand_over(self, action: Action, direction: int, value: Tensor) -> bool:
         """Passes a result to the neighbouring global stage when it lies on this rank; whether it does."""

@@ -337,6 +337,11 @@ KINDS = {
 }
 
 
+def placement_of(kind: str, stages: int, chunks: int) -> Place:
+    """Where each global stage lies under a kind of schedule: (rank, chunk) of each."""
+    return KINDS[kind].place(stages, chunks)
+
+
 def schedule(kind: str, stages: int, chunks: int, micro_batches: int) -> Plan:
     """The plan of a kind (a key of KINDS) for p = `stages` ranks, v = `chunks` on each and m = `micro_batches`.
 
