@@ -44,10 +44,12 @@ class Bounds:
 class Batch:
     """One micro-batch on this rank.
 
-    Shapes: tokens, labels, positions: T (int64). A label of IGNORE takes no part in the loss.
+    Shapes: tokens, labels, positions, numbers: T (int64). A label of IGNORE takes no part in the loss. `numbers`: each token's place in the
+    global batch of its step, the same in every layout; dropout is drawn from it.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     positions: torch.Tensor
     bounds: Bounds
+    numbers: torch.Tensor | None = None

@@ -5,7 +5,7 @@ processes, defaults that depend on other values) and is the only place that does
 """
 
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, lcm
 
 from mtmegatron.config.schema import Config, ModelConfig
 from mtmegatron.errors import UserError
@@ -33,12 +33,15 @@ def resolve(config: Config, world: int | None = None) -> Config:
         "ffn": model.ffn or 4 * model.width,
         "max_positions": model.max_positions or config.data.sequence,
     }
-    others = parallel.tensor * parallel.pipeline
+    others = parallel.tensor * parallel.pipeline * parallel.context
     degrees = {
         "sequence": parallel.sequence if parallel.sequence is not None else parallel.tensor > 1,
         "data": parallel.data or max((world or others) // others, 1),
         "chunks": parallel.chunks or (2 if parallel.schedule in ("interleaved", "zb-v", "dualpipe-v") else 1),
     }
+    kind = parallel.context_kind or ("allgather" if parallel.context > 1 else None)
+    inner = parallel.context if kind == "ulysses" else parallel.ulysses or 1
+    degrees |= {"context_kind": kind, "ulysses": inner}
     degrees["shard"] = parallel.shard or degrees["data"]
     return config.model_copy(update={"model": model.model_copy(update=width), "parallel": parallel.model_copy(update=degrees)})
 
@@ -54,7 +57,7 @@ def check(config: Config, world: int) -> Config:
 def faults(config: Config, world: int) -> Iterator[str]:
     """One line per fault, each with its repair."""
     resolved = resolve(config, world)
-    for rule in (_model, _world, _heads, _layers, _tokens, _batch, _sharding, _recompute, _training):
+    for rule in (_model, _world, _heads, _layers, _tokens, _context, _batch, _sharding, _recompute, _training):
         yield from rule(config, resolved, world)
 
 
@@ -76,8 +79,9 @@ def _model(config: Config, resolved: Config, world: int) -> Iterator[str]:
 
 def _world(config: Config, resolved: Config, world: int) -> Iterator[str]:
     p = config.parallel
-    product = p.tensor * p.pipeline * (p.data or 1)
-    equation = f"`parallel.tensor: {p.tensor}` x `pipeline: {p.pipeline}`" + (f" x `data: {p.data}`" if p.data else "")
+    product = p.tensor * p.context * p.pipeline * (p.data or 1)
+    factors = [("context", p.context if p.context > 1 else None), ("pipeline", p.pipeline), ("data", p.data)]
+    equation = f"`parallel.tensor: {p.tensor}`" + "".join(f" x `{name}: {size}`" for name, size in factors if size)
     if p.data and product != world:
         yield f"{equation} is {product}, but there are {world} processes: start {product} (--nproc {product}), or leave out parallel.data"
     elif not p.data and world % product:
@@ -115,14 +119,36 @@ def _layers(config: Config, resolved: Config, world: int) -> Iterator[str]:
 
 
 def _tokens(config: Config, resolved: Config, world: int) -> Iterator[str]:
-    t, sequence, micro = config.parallel.tensor, config.data.sequence, config.train.micro_batch
-    if resolved.parallel.sequence and t > 1 and sequence * micro % t:
-        step = t // gcd(t, micro)
-        near = max(sequence // step, 1) * step
+    t, c, sequence, micro = config.parallel.tensor, config.parallel.context, config.data.sequence, config.train.micro_batch
+    chunks = 2 * c if c > 1 else 1  # each sequence is cut in so many equal parts
+    step = lcm(chunks, t * c // gcd(t * c, micro)) if resolved.parallel.sequence else chunks
+    if sequence % step == 0:
+        return
+    near = max(sequence // step, 1) * step
+    use = f"use data.sequence {near} or {near + step}"
+    if sequence % chunks:
+        yield f"`parallel.context: {c}` cuts a sequence in {chunks} equal parts, which `data.sequence: {sequence}` does not allow: {use}"
+    else:
         yield (
-            f"`parallel.tensor: {t}` does not divide the {sequence * micro} tokens of a micro-batch (`data.sequence: {sequence}` x "
-            f"`train.micro_batch: {micro}`): use data.sequence {near} or {near + step}, or parallel.sequence: false"
+            f"`parallel.tensor: {t}` does not divide the {sequence * micro // c} tokens of a micro-batch (`data.sequence: {sequence}` x "
+            f"`train.micro_batch: {micro}`" + (f" / `context: {c}`" if c > 1 else "") + f"): {use}, or parallel.sequence: false"
         )
+
+
+def _context(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    p, r, heads = config.parallel, resolved.parallel, config.model.heads // config.parallel.tensor
+    if p.context == 1 and (p.context_kind or p.ulysses):
+        yield "`parallel.context_kind` and `ulysses` have no effect with `parallel.context: 1`: leave them out"
+        return
+    if p.context_kind == "ring-ulysses" and not (p.ulysses and 1 < p.ulysses < p.context and p.context % p.ulysses == 0):
+        inner = [d for d in divisors(p.context) if 1 < d < p.context]
+        yield f"`parallel.context_kind: ring-ulysses` needs `parallel.ulysses`: " + (f"use {one_of(inner)}" if inner else "a context degree with a divisor")
+    elif p.context_kind != "ring-ulysses" and p.ulysses:
+        yield f"`parallel.ulysses: {p.ulysses}` has no effect with `context_kind: {r.context_kind}`: use ring-ulysses, or leave it out"
+    elif heads % r.ulysses:
+        yield f"`parallel.context_kind: {r.context_kind}` shares {heads} heads per tensor rank among {r.ulysses}: use {one_of(divisors(heads))}"
+    if p.context > 1 and config.model.dropout_attention:
+        yield "`model.dropout_attention` with `parallel.context` above 1: attention runs in blocks that keep no weights to drop: use context 1 or no such dropout"
 
 
 def _batch(config: Config, resolved: Config, world: int) -> Iterator[str]:
@@ -174,7 +200,8 @@ def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
 def layout_of(config: Config) -> Layout:
     """The layout of a resolved configuration."""
     p = config.parallel
-    return Layout(p.tensor, 1, p.data, p.pipeline, p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor), shards=p.shard)
+    sequence, parts = p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor)
+    return Layout(p.tensor, p.context, p.data, p.pipeline, sequence, parts, p.ulysses, p.shard)
 
 
 def gated(model: ModelConfig) -> bool:

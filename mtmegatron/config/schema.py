@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Dropped = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class Section(BaseModel):
@@ -56,6 +57,12 @@ class ModelConfig(Section):
     """Bias on the projections of the feed-forward layer."""
     tied: bool = False
     """The output projection is the embedding table."""
+    dropout_embedding: Dropped = 0.0
+    """Part of the embeddings that training sets to zero."""
+    dropout_attention: Dropped = 0.0
+    """Part of the attention weights that training sets to zero."""
+    dropout_residual: Dropped = 0.0
+    """Part of what attention and feed-forward add to the residual stream that training sets to zero."""
     init_std: PositiveFloat = 0.02
     """Standard deviation of the first weights."""
     init_scaled: bool = True
@@ -69,6 +76,12 @@ class ParallelConfig(Section):
     """Ranks that share each matrix."""
     sequence: bool | None = None
     """Sequence parallel: tensor ranks share the tokens between the matrices; default: when tensor > 1."""
+    context: PositiveInt = 1
+    """Ranks that share the tokens of each sequence, in attention too."""
+    context_kind: Literal["allgather", "ring", "ulysses", "ring-ulysses"] | None = None
+    """How attention sees the whole sequence; default: allgather. `docs/layouts.md` compares them."""
+    ulysses: PositiveInt | None = None
+    """ring-ulysses: ranks of the context degree that exchange heads; the others form the ring."""
     pipeline: PositiveInt = 1
     """Stages that share the layers."""
     schedule: Literal["1f1b", "gpipe", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"

@@ -13,6 +13,8 @@ import torch
 from mtmegatron.batch import IGNORE, Batch, Bounds
 from mtmegatron.config.schema import Config
 from mtmegatron.data.gpt import Sample
+from mtmegatron.mesh import Mesh
+from mtmegatron.parallel.context import ContextSplit
 
 
 class Samples(Protocol):
@@ -30,9 +32,16 @@ def sample_numbers(config: Config, data_rank: int, step: int) -> list[list[int]]
     return [list(range(start, start + size)) for start in starts]
 
 
-def micro_batches(config: Config, samples: Samples, data_rank: int, step: int, device: torch.device | str = "cpu") -> list[Batch]:
-    """The micro-batches of a data rank in a step."""
-    return [assemble(config, [samples[i] for i in numbers], device) for numbers in sample_numbers(config, data_rank, step)]
+def micro_batches(config: Config, samples: Samples, mesh: Mesh, step: int) -> list[Batch]:
+    """The micro-batches of this rank in a step: those of its data rank, of which it holds its context rank's tokens."""
+    made, split = [], ContextSplit(mesh.layout.context, mesh.coordinate("context"))
+    data_rank, device = mesh.coordinate("data"), mesh.device
+    for numbers in sample_numbers(config, data_rank, step):
+        batch = assemble(config, [samples[i] for i in numbers], device)
+        first = (numbers[0] - step * config.train.global_batch) * config.data.sequence
+        batch.numbers = torch.arange(first, first + batch.tokens.shape[0], device=device)
+        made.append(split.select(batch, len(numbers)))
+    return made
 
 
 def assemble(config: Config, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:

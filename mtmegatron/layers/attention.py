@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from mtmegatron.batch import Bounds
 from mtmegatron.config.schema import ModelConfig
 from mtmegatron.layers.build import Build
+from mtmegatron.layers.dropout import Noise
 from mtmegatron.layers.linear import Linear, project
 from mtmegatron.ops.attention import attention, attention_cached
+from mtmegatron.ops.attention_dropout import attention_dropout
 from mtmegatron.ops.rope import rope, rope_table
+from mtmegatron.parallel.context import context_attention
 from mtmegatron.parallel.recompute import recomputed
 
 
@@ -76,11 +79,14 @@ class Cache:
 
 @dataclass
 class Where:
-    """Where the tokens of a micro-batch stand: document bounds, rotary (cos, sin) [T, R/2] or None, cache of a generation or None."""
+    """Where the tokens of a micro-batch stand: document bounds of the whole micro-batch, tokens of a sequence, rotary (cos, sin) [T, R/2] or
+    None, cache of a generation or None, and in training what dropout is drawn from."""
 
     bounds: Bounds
+    length: int
     rotary: tuple[Tensor, Tensor] | None = None
     cache: Cache | None = None
+    noise: Noise | None = None
 
 
 class Rotary(nn.Module):
@@ -109,8 +115,11 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, build: Build, out_std: float):
         super().__init__()
+        self.mesh, self.kind = build.mesh, build.context_kind
         self.layer, self.head_size, self.again = layer, model.head_size, "attention" in build.recompute
         self.heads = model.heads // build.tensor.size
+        self.dropout, first = model.dropout_attention, build.tensor.rank * self.heads
+        self.numbers = range(first, first + self.heads)  # of this rank's heads in the whole
         self.kv_heads = model.kv_heads // build.layout.key_value if build.layout.key_value else model.kv_heads // build.tensor.size
         std, bias, width, size = model.init_std, model.bias_qkv, model.width, model.head_size
         self.query = Linear(width, model.heads * size, build, split="columns", bias=bias, std=std)
@@ -128,8 +137,11 @@ class Attention(nn.Module):
         return self.out(attend(self._attend, query, key, value, where).flatten(1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
+        if where.noise is not None and self.dropout:
+            stream = where.noise.stream(self.layer, "attention")
+            return attention_dropout(query, key, value, where.bounds, stream, where.noise.numbers, self.numbers, self.dropout)
         if where.cache is None:
-            return attention(query, key, value, where.bounds)
+            return context_attention(query, key, value, where.bounds, where.length, mesh=self.mesh, kind=self.kind)
         lengths = where.bounds.lengths
         documents = where.cache.extend(self.layer, key, value, lengths)
         if all(n == k.shape[0] for n, (k, _) in zip(lengths, documents)):  # nothing came before

@@ -24,6 +24,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     gemm: Gemm = field(default_factory=Gemm)
     queue: WeightQueue = field(default_factory=WeightQueue)
+    context_kind: str = "allgather"
     recompute: frozenset[str] = frozenset()  # parts of a block that backward computes again
 
     @property

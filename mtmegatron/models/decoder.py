@@ -17,6 +17,7 @@ from mtmegatron.batch import Batch
 from mtmegatron.config.schema import Config
 from mtmegatron.layers.attention import Attention, Cache, Rotary, Where
 from mtmegatron.layers.build import Build
+from mtmegatron.layers.dropout import Noise
 from mtmegatron.layers.embedding import PositionEmbedding, TokenEmbedding
 from mtmegatron.layers.mlp import MLP
 from mtmegatron.layers.norm import Norm
@@ -33,14 +34,18 @@ class Block(nn.Module):
         super().__init__()
         m = config.model
         out_std = m.init_std / (2 * m.layers) ** 0.5 if m.init_scaled else m.init_std
+        self.layer, self.build, self.dropout = layer, build, m.dropout_residual
         self.attention_norm = Norm(m.norm, m.width, m.norm_eps, build)
         self.attention = Attention(m, layer, build, out_std)
         self.mlp_norm = Norm(m.norm, m.width, m.norm_eps, build)
         self.mlp = MLP(m, build, out_std)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), where)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self._dropped(self.attention(self.attention_norm(x), where), where, "attention out")
+        return x + self._dropped(self.mlp(self.mlp_norm(x)), where, "mlp out")
+
+    def _dropped(self, x: Tensor, where: Where, site: str) -> Tensor:
+        return x if where.noise is None else where.noise.drop(x, self.layer, site, self.dropout, self.build)
 
 
 class Head(nn.Module):
@@ -98,11 +103,13 @@ class Decoder(nn.Module):
             found["head"] = [self.norm, self.head if hasattr(self, "head") else self.embedding]
         return found
 
-    def forward(self, x: Tensor | None, batch: Batch, cache: Cache | None = None) -> Tensor:
-        """Hidden states after this stage's blocks; `x` are those of the stage before (None on the first)."""
-        where = Where(batch.bounds, self._rotary(batch, cache), cache)
+    def forward(self, x: Tensor | None, batch: Batch, cache: Cache | None = None, step: int | None = None) -> Tensor:
+        """Hidden states after this stage's blocks; `x` are those of the stage before (None on the first).
+
+        `step`: of training, for dropout; None: no dropout."""
+        where = Where(batch.bounds, self.config.data.sequence, self._rotary(batch, cache), cache, self._noise(batch, step))
         if self.first:
-            x = self._run("embedding", lambda _: self._embed(batch), None)
+            x = self._run("embedding", lambda _: self._embed(batch, where), None)
         for number, (name, block) in enumerate(self.layers.items()):
             run = partial(recomputed, block) if self._again(number) else block
             x = self._run(name, lambda x: run(x, where), x)
@@ -163,13 +170,19 @@ class Decoder(nn.Module):
     def _accumulate(self, dlogits: Tensor, hidden: Tensor) -> None:
         self.build.gemm.weight_gradient(self.output_weight.grad_sum, dlogits, hidden)
 
-    def _embed(self, batch: Batch) -> Tensor:
+    def _noise(self, batch: Batch, step: int | None) -> Noise | None:
+        m = self.config.model
+        if step is None or not (m.dropout_embedding or m.dropout_attention or m.dropout_residual):
+            return None
+        return Noise(self.config.train.seed, step, batch.numbers)
+
+    def _embed(self, batch: Batch, where: Where) -> Tensor:
         x = self.embedding(batch.tokens)
         if hasattr(self, "positions"):
             axis, positions = self.build.tensor, batch.positions
             own = positions.chunk(axis.size)[axis.rank] if self.build.layout.sequence else positions
             x = x + self.positions(own)
-        return x
+        return x if where.noise is None else where.noise.drop(x, -1, "embedding", self.config.model.dropout_embedding, self.build)
 
     def _rotary(self, batch: Batch, cache: Cache | None) -> tuple[Tensor, Tensor] | None:
         if self.rotary is None or not self.layers:

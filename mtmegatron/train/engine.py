@@ -56,7 +56,7 @@ class Engine:
         config, mesh, p = self.config, self.mesh, self.config.parallel
         self.types = TYPES[config.train.precision]
         again = frozenset(config.recompute.parts if config.recompute.mode == "selective" else ())
-        self.build = Build(mesh, self.types.compute, Gemm(self.native_bf16), recompute=again)
+        self.build = Build(mesh, self.types.compute, Gemm(self.native_bf16), context_kind=p.context_kind, recompute=again)
         self.chunks = build_chunks(config, self.build)
         self.names = {param: name for chunk in self.chunks for name, param in chunk.named_parameters()}
         initialise(self.names, mesh.layout, mesh.rank, config.train.seed)
@@ -83,17 +83,17 @@ class Engine:
         """Forward, backward and update with the micro-batches of this data rank."""
         lr = learning_rate(self.config.optimizer, self.config.train, step)
         tokens = self.count_tokens(batches)
-        loss, z_loss, norm = self.gradients(batches, tokens)
+        loss, z_loss, norm = self.gradients(batches, tokens, step)
         result = StepResult(loss, z_loss, norm, lr, tokens, self._fault(loss, norm, tokens))
         if not result.fault:
             clip = self.config.optimizer.clip
             self.optimizer.step(lr, clip / norm if clip and norm > clip else 1.0)
         return result
 
-    def gradients(self, batches: list[Batch], tokens: int) -> tuple[float, float, float]:
+    def gradients(self, batches: list[Batch], tokens: int, step: int = 0) -> tuple[float, float, float]:
         """Reduced gradients of one global batch in the buckets; returns (loss, z term, gradient norm)."""
         self.buckets.start()
-        stages = _Training(self, batches, 1.0 / max(tokens, 1))
+        stages = _Training(self, batches, 1.0 / max(tokens, 1), step)
         self._run(stages, training=True)
         self.buckets.finish()
         wide = torch.promote_types(self.types.gradient, torch.float32)
@@ -105,7 +105,7 @@ class Engine:
     def evaluate(self, batches: list[Batch]) -> tuple[float, int]:
         """(summed cross entropy, valid tokens) of one global batch; nothing of the training state changes."""
         tokens = self.count_tokens(batches)
-        stages = _Training(self, batches, 1.0)
+        stages = _Training(self, batches, 1.0, None)
         self._run(stages, training=False)
         loss, _ = self.mesh.world.all_reduce(torch.stack(stages.sums())).tolist()
         return loss, tokens
@@ -129,10 +129,10 @@ class Engine:
             return "the loss is not finite"
         return "" if math.isfinite(norm) else "the gradient is not finite"
 
-    def find_fault(self, batches: list[Batch], tokens: int) -> str:
+    def find_fault(self, batches: list[Batch], tokens: int, step: int) -> str:
         """Runs a step again and tells the first value that is not finite: its stage, micro-batch, direction. Weights stay as they are."""
         self.buckets.start()
-        stages = _Training(self, batches, 1.0 / max(tokens, 1), watch=True)
+        stages = _Training(self, batches, 1.0 / max(tokens, 1), step, watch=True)
         self._run(stages, training=True)
         self.buckets.finish()
         seen = stages.first_fault()
@@ -153,8 +153,8 @@ def _plan(kind: str, stages: int, chunks: int, micro_batches: int) -> Plan:
 class _Training:
     """The chunks of this rank for the pipeline executor, in one step."""
 
-    def __init__(self, engine: Engine, batches: list[Batch], scale: float, watch: bool = False):
-        self.engine, self.batches, self.scale, self.watch = engine, batches, scale, watch
+    def __init__(self, engine: Engine, batches: list[Batch], scale: float, step: int | None, watch: bool = False):
+        self.engine, self.batches, self.scale, self.step, self.watch = engine, batches, scale, step, watch
         self.parts: list[tuple[Tensor, Tensor]] = []
         self.backwards = [0] * len(engine.chunks)
         self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -162,7 +162,7 @@ class _Training:
 
     def forward(self, chunk: int, x: Tensor | None, micro_batch: int) -> Tensor:
         model, batch = self.engine.chunks[chunk], self.batches[micro_batch]
-        hidden = model(x, batch)
+        hidden = model(x, batch, step=self.step)
         if not model.last:
             return hidden
         loss, ce_sum, z_sum = model.loss(hidden, batch, self.scale)

@@ -91,7 +91,7 @@ class Loop:
 
     def _one_step(self, step: int) -> None:
         begin = time.perf_counter()
-        batches = micro_batches(self.config, self.corpus.train, self.mesh.coordinate("data"), step, self.mesh.device)
+        batches = micro_batches(self.config, self.corpus.train, self.mesh, step)
         result = self.engine.step(batches, step)
         if result.fault:
             self._on_fault(step, result, batches)
@@ -145,7 +145,7 @@ class Loop:
             return
         total, tokens = 0.0, 0
         for index in range(self.config.train.eval_batches):
-            batches = micro_batches(self.config, self.corpus.valid, self.mesh.coordinate("data"), index, self.mesh.device)
+            batches = micro_batches(self.config, self.corpus.valid, self.mesh, index)
             loss, count = self.engine.evaluate(batches)
             total, tokens = total + loss, tokens + count
         loss = total / max(tokens, 1)
@@ -169,7 +169,7 @@ class Loop:
 
     def _on_fault(self, step: int, result: StepResult, batches: list) -> None:
         self.skipped += 1
-        where = self.engine.find_fault(batches, result.tokens) if result.tokens else ""
+        where = self.engine.find_fault(batches, result.tokens, step) if result.tokens else ""
         text = f"step {step + 1} skipped: {result.fault}" + (f"; {where}" if where else "")
         self.progress.say(text)
         if self.skipped > self.config.train.max_skipped:

@@ -164,7 +164,7 @@ def batches(engine: Engine, step: int) -> list[Batch]:
     """This rank's part of the protocol's global batch of a step."""
     config = engine.config
     samples = RandomSamples(config.model.vocab, config.data.sequence, config.train.seed)
-    return micro_batches(config, samples, engine.mesh.coordinate("data"), step, engine.mesh.device)
+    return micro_batches(config, samples, engine.mesh, step)
 
 
 Part = tuple[Item, torch.Tensor, slice]  # a parameter, flat elements of it that this rank answers for, which of its local elements they are
