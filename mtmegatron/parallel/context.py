@@ -1,12 +1,15 @@
 """Context parallel: the tokens of each sequence are cut over ranks, and attention still sees whole documents.
 
 Notable:
-- A sequence is cut in 2c chunks and rank i holds chunks i and 2c-1-i (zigzag): under a causal mask all ranks have the same work. Labels and
-  positions are cut like tokens, after the labels have been shifted, so nothing else in the model needs to know.
-- "allgather": keys and values of all ranks, gathered anew in backward (Dubey et al. 2024, 2407.21783, 3.3.2). "ring": they go round
-  (`parallel/ring.py`). "ulysses": an all-to-all exchanges tokens for heads, so each rank attends over whole sequences with some of the heads
-  (Jacobs et al. 2023, 2309.14509). "ring-ulysses": heads among the inner ranks, a ring over the outer ones (Fang et al. 2024, 2405.07719).
-- Chunks held by the inner ranks together are again a zigzag of fewer, longer chunks: rings with and without exchange are one code.
+- A sequence is cut in 2c chunks and rank i holds chunks i and 2c-1-i (zigzag): under a causal mask all ranks have the
+  same work. Labels and positions are cut like tokens, after the labels have been shifted, so nothing else in the model
+  needs to know.
+- "allgather": keys and values of all ranks, gathered anew in backward (Dubey et al. 2024, 2407.21783, 3.3.2).
+  "ring": they go round (`parallel/ring.py`). "ulysses": an all-to-all exchanges tokens for heads, so each rank attends
+  over whole sequences with some of the heads (Jacobs et al. 2023, 2309.14509). "ring-ulysses": heads are exchanged
+  among the inner ranks, and keys go round the outer ones (Fang and Zhao 2024, 2405.07719).
+- What the inner ranks hold together is again a zigzag, of fewer, longer chunks: with and without exchange a ring is the
+  same code.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +30,7 @@ Kind = Literal["allgather", "ring", "ulysses", "ring-ulysses"]
 
 
 def valid_lengths(length: int, degree: int) -> list[int]:
-    """The length itself if it can be cut in 2 * degree equal chunks, else the nearest ones that can, below and above."""
+    """The length itself if it can be cut in 2 * degree equal chunks, else the nearest that can, below and above."""
     step = 2 * degree if degree > 1 else 1
     below = length // step * step
     return [length] if below == length else [n for n in (below, below + step) if n > 0]
@@ -35,9 +38,10 @@ def valid_lengths(length: int, degree: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """Which tokens of a micro-batch rank `rank` of `degree` holds: chunks rank and 2 * degree - 1 - rank of each sequence, sequence by sequence.
+    """Which tokens of a micro-batch, some sequences of equal length end to end, rank `rank` of `degree` holds.
 
-    A micro-batch is some sequences of equal length end to end. Raises UserError where 2 * degree does not divide the length."""
+    Chunks rank and 2 * degree - 1 - rank of the 2 * degree chunks of each sequence, sequence by sequence. Raises
+    UserError where 2 * degree does not divide the length."""
 
     degree: int
     rank: int
@@ -52,7 +56,8 @@ class ContextSplit:
         if self.degree == 1:
             return [(sequence * length, (sequence + 1) * length) for sequence in range(sequences)]
         size = length // (2 * self.degree)
-        starts = [sequence * length + i * size for sequence in range(sequences) for i in (self.rank, 2 * self.degree - 1 - self.rank)]
+        chunks = self.rank, 2 * self.degree - 1 - self.rank
+        starts = [sequence * length + chunk * size for sequence in range(sequences) for chunk in chunks]
         return [(start, start + size) for start in starts]
 
     def indices(self, sequences: int, length: int) -> torch.LongTensor:
@@ -71,17 +76,20 @@ def context_attention(
     query_TNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, bounds: Bounds, length: int, *,
     mesh: Mesh, kind: Kind, causal: bool = True, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale * Q KT + mask) V within each document of the whole micro-batch, for the tokens of this rank of `mesh["context"]`.
+    """softmax(scale * Q KT + mask) V within each document, for the tokens of this rank of `mesh["context"]`.
 
-    `bounds`: of the whole micro-batch, B sequences of `length` = S tokens; tokens are in the order of `ContextSplit`. scale is H^-1/2 when None.
-    "ulysses" and "ring-ulysses" exchange heads over `mesh["ulysses"]`, whose size divides N, and with it "ring" goes over `mesh["ring"]`.
+    Tokens are in the order of `ContextSplit`; `bounds` are those of the whole micro-batch, B sequences of `length` = S
+    tokens; scale is H^-1/2 when None. Kinds with "ulysses" exchange heads over `mesh["ulysses"]`, whose size divides N;
+    kinds with "ring" send keys round `mesh["ring"]`; an axis that the kind does not name has size 1.
 
     Shapes: query [T, N, H], key [T, K, H], value [T, K, Hv], T = B * S / context; result [T, N, Hv]."""
-    assert bounds.total == len(query_TNH) * mesh["context"].size and bounds.total % length == 0, "bounds must cover the micro-batch"
-    if mesh["context"].size == 1:
+    axis = mesh["context"]
+    assert bounds.total == len(query_TNH) * axis.size, "bounds must cover the micro-batch"
+    assert bounds.total % length == 0, "a micro-batch is whole sequences"
+    if axis.size == 1:
         return attention(query_TNH, key_TKH, value_TKH, bounds, causal, scale)
     if kind == "allgather":
-        source, periods = _gathered(mesh["context"], bounds, length, causal)
+        source, periods = _gathered(axis, bounds, length, causal)
         return blockwise_attention(query_TNH, key_TKH, value_TKH, source, periods, scale)
     inner, outer, sequences = mesh["ulysses"], mesh["ring"], bounds.total // length
     assert (inner.size > 1, outer.size > 1) == ("ulysses" in kind, "ring" in kind), f"{kind} on {inner} and {outer}"
@@ -95,7 +103,7 @@ def context_attention(
 
 
 def _period(bounds: Bounds, length: int) -> tuple[Bounds, int]:
-    """The bounds of one sequence and how often they repeat, when all sequences have the same; else all bounds, once."""
+    """The bounds of one sequence and how often they repeat, if documents are equal and end with it; else all, once."""
     uniform = bounds.uniform
     if uniform is None or length % uniform:
         return bounds, 1
@@ -104,7 +112,8 @@ def _period(bounds: Bounds, length: int) -> tuple[Bounds, int]:
 
 def _ring(axis: Axis, bounds: Bounds, length: int, causal: bool) -> tuple[Ring, int]:
     bounds, periods = _period(bounds, length)
-    held = [list(pieces(bounds, ContextSplit(axis.size, i).runs(bounds.total // length, length))) for i in range(axis.size)]
+    runs = [ContextSplit(axis.size, rank).runs(bounds.total // length, length) for rank in range(axis.size)]
+    held = [list(pieces(bounds, own)) for own in runs]
     return Ring(axis, [plan(held[axis.rank], keys, causal) for keys in held]), periods
 
 
@@ -135,24 +144,20 @@ class _Gathered:
 
 def _sequence_order(x: Tensor, degree: int, sequences: int) -> Tensor:
     """What the ranks of a zigzag hold, rank after rank along dim 0, as whole sequences."""
-    if degree == 1:
-        return x
     first, second = x.unflatten(0, (degree, sequences, 2, -1)).transpose(0, 1).unbind(2)  # [B, degree, chunk, ..]
     return torch.cat((first, second.flip(1)), 1).flatten(0, 2)
 
 
 def _rank_order(x: Tensor, degree: int, sequences: int) -> Tensor:
     """The inverse of `_sequence_order`."""
-    if degree == 1:
-        return x
     first, second = x.unflatten(0, (sequences, 2, degree, -1)).unbind(1)
     return torch.stack((first, second.flip(1)), 2).transpose(0, 1).flatten(0, 3)
 
 
 def _tokens_for_heads(query: Tensor, key: Tensor, value: Tensor, axis: Axis, sequences: int) -> list[Tensor]:
-    """All tokens that the ranks of `axis` hold, in the order of the sequences, and of the heads this rank's part; one exchange for the three.
+    """This rank's part of the heads, of all tokens that the u ranks of `axis` hold, in the order of the sequences.
 
-    Too few key heads to go round are repeated, and their gradients add up.
+    One exchange for the three. Key heads that u does not divide are repeated until it does; their gradients add up.
     Shapes: [T, N, H], [T, K, H], [T, K, Hv] -> [T * u, N / u, ..], [T * u, lcm(K, u) / u, ..] twice."""
     u, heads = axis.size, key.shape[1]
     if u == 1:

@@ -1,11 +1,12 @@
 """Attention whose keys lie on other ranks: planned as blocks, computed block by block, merged by online softmax.
 
 Notable:
-- The tokens a rank holds are pieces: of one chunk and of one document. Between two pieces of a document everything is visible (the keys are
-  earlier), the lower triangle (the same piece) or nothing. So a plan is a list of full and square causal blocks, whatever the documents.
-- Only queries, their own keys and values, the result and its log-sum-exp are kept for backward; what visited is fetched again.
-- `Ring`: keys and values go round while the block that they pass is computed, the next transfer under way (Liu et al. 2023, 2310.01889); in
-  backward the sums of their gradients follow one step behind, and are at home after a full round.
+- The tokens a rank holds are pieces: of one chunk and of one document. Between two pieces of a document everything is
+  visible (the keys are earlier), the lower triangle (the same piece) or nothing. So a plan is a list of full and square
+  causal blocks, whatever the documents.
+- Kept for backward are a rank's own queries, keys, values, results and log-sum-exps; visiting keys are fetched again.
+- `Ring`: keys and values go round, the next transfer under way while a block is computed (Liu et al. 2023, 2310.01889);
+  in backward the sums of their gradients follow one step behind, and are at home after a full round.
 """
 
 from bisect import bisect_right
@@ -25,7 +26,7 @@ from mtmegatron.ops.attention import attention_backward, attention_forward
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of one document that lie together: where they begin in the micro-batch, and the rows where this rank holds them."""
+    """Tokens of one document and chunk: where they begin in the micro-batch, and the rows where a rank holds them."""
 
     document: int
     start: int
@@ -74,7 +75,7 @@ def plan(queries: Iterable[Piece], keys: Iterable[Piece], causal: bool) -> list[
 
 
 def _append(blocks: list[Block], new: Block) -> None:
-    """Adds a block, as one with those before it where they make up a larger rectangle: few large products are faster."""
+    """Adds a block, as one with those before it where they make a larger rectangle: few large products are faster."""
     while blocks and (larger := _rectangle(blocks[-1], new)):
         new = larger
         blocks.pop()
@@ -95,14 +96,14 @@ class Source(Protocol):
     """Where keys come from. `kv` is [T, K, H + Hv], this rank's keys and values side by side."""
 
     def visits(self, kv: Tensor) -> Iterator[tuple[list[Block], Tensor]]:
-        """The kv of all ranks in turn, or of several at once, each with the blocks in which the own queries see them."""
+        """The kv of all ranks, in turn or at once, each with the blocks in which this rank's queries see it."""
 
     def sums(self, kv: Tensor, gradient: Callable[[list[Block], Tensor], Tensor]) -> Tensor:
         """The sum, over all ranks, of their `gradient(blocks, kv)` with respect to the kv of this rank."""
 
 
 class Ring:
-    """Keys and values travel to the next rank and the next, all the way round. `plans[i]`: the blocks with the keys of rank i."""
+    """Keys and values travel from rank to rank, all the way round. `plans[i]`: the blocks with the keys of rank i."""
 
     def __init__(self, axis: Axis, plans: list[list[Block]]):
         self.axis, self.plans = axis, plans
@@ -121,7 +122,7 @@ class Ring:
         return arriving()
 
     def _start_shift(self, x: Tensor) -> Callable[[], Tensor]:
-        """Sends x to the next rank; the function returned waits for what the previous one sends, and until x has left."""
+        """Sends x to the next rank; the result waits until x has left and what the previous rank sends is here."""
         ranks, here = self.axis.ranks, self.axis.rank
         sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
         send = dist.P2POp(dist.isend, sent, ranks[(here + 1) % len(ranks)], self.axis.group)
@@ -139,11 +140,10 @@ class Ring:
 def blockwise_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Source, periods: int = 1, scale: float | None = None
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks of `source`.
+    """Attention of this rank's queries to all keys that `source` brings.
 
-    `periods`: the plan holds for each of so many equal parts of the tokens, which are computed as one batch.
-
-    Softmax, its merging o = o1 e^(l1-l) + o2 e^(l2-l) with l = logaddexp(l1, l2), and the sums of gradients are at least fp32.
+    Blocks merge by l = logaddexp(l1, l2), o = o1 e^(l1-l) + o2 e^(l2-l); that and the sums of gradients are at least
+    fp32. `periods`: the plan holds for each of so many equal parts of the tokens, which are computed as one batch.
 
     Shapes: query [T, N, H], key [T, K, H], value [T, K, Hv]; result [T, N, Hv]."""
     return _Blockwise.apply(query, key, value, source, periods, scale)
@@ -160,7 +160,8 @@ class _Blockwise(torch.autograd.Function):
             keys, values = kv.unflatten(0, (periods, -1)).split((key.shape[-1], value.shape[-1]), -1)
             for block in blocks:
                 rows, seen = block.queries, block.keys
-                _merge(out[:, rows], lse[:, rows], *attention_forward(queries[:, rows], keys[:, seen], values[:, seen], block.causal, scale))
+                part = attention_forward(queries[:, rows], keys[:, seen], values[:, seen], block.causal, scale)
+                _merge(out[:, rows], lse[:, rows], *part)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.rest = source, periods, scale
@@ -180,8 +181,9 @@ class _Blockwise(torch.autograd.Function):
             dkeys, dvalues = dkv.unflatten(0, (periods, -1)).split(sizes, -1)
             for block in blocks:
                 rows, seen = block.queries, block.keys
-                own = (t[:, rows] for t in (out, lse))
-                parts = attention_backward(grads[:, rows], queries[:, rows], keys[:, seen], values[:, seen], *own, block.causal, scale)
+                grad_rows, query_rows, out_rows, lse_rows = (t[:, rows] for t in (grads, queries, out, lse))
+                operands = grad_rows, query_rows, keys[:, seen], values[:, seen], out_rows, lse_rows
+                parts = attention_backward(*operands, block.causal, scale)
                 for total, part in zip((dquery[:, rows], dkeys[:, seen], dvalues[:, seen]), parts):
                     total.add_(part)
             return dkv
@@ -191,8 +193,10 @@ class _Blockwise(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds one block's softmax average to that of the blocks before, in place. Rows that have seen nothing have an lse of -inf, no NaN:
-    every block shows each of its rows a key, so the common lse is finite.
+    """Adds one block's softmax average to that of the blocks before, in place.
+
+    A row that has seen nothing yet has an lse of -inf; every block shows each of its rows a key, so the common one is
+    finite and no -inf is subtracted from another.
 
     Shapes: out and part [B, S, N, H], lse and part_lse [B, S, N]."""
     common = torch.logaddexp(lse, part_lse)
