@@ -42,13 +42,13 @@ def validate(tree: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_fault(e) for e in error.errors()]
+        lines = [_fault(e) for e in error.errors() if not _of_another_form(e)]
         raise UserError(f"{source}: {len(lines)} fault{'s' * (len(lines) > 1)}\n" + "\n".join(f"  {x}" for x in lines)) from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Once)
     except FileNotFoundError:
         raise UserError(f"no configuration file {path}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -56,6 +56,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"{path} holds no sections; write at least `model:` with layers, width and heads")
     return tree
+
+
+class _Once(yaml.SafeLoader):
+    """YAML in which a key may stand once in a section; the library takes the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, key in enumerate(keys):
+            if key.value in {other.value for other in keys[:i]}:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice: keep one", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def values(config: BaseModel, prefix: str = "") -> dict[str, Any]:
@@ -105,8 +116,18 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> list[str]:
     return keys
 
 
+def _is_form(part: Any) -> bool:
+    """Whether a part of a location is no key but one of the forms that a value may have."""
+    return part == "str" or str(part).startswith("list[")
+
+
+def _of_another_form(error: Any) -> bool:
+    """A value that may be text or a list is judged as a list if it is one, else as text."""
+    return _is_form(error["loc"][-1]) and isinstance(error["input"], list) == (error["type"] == "string_type")
+
+
 def _fault(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    where = ".".join(str(part) for part in error["loc"] if not _is_form(part))
     if error["type"] == "extra_forbidden":
         known = _known(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1, cutoff=0.5)

@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Dropped = Annotated[float, Field(ge=0.0, lt=1.0)]
+Retained = Annotated[float, Field(ge=0.0, lt=1.0)]  # of 1, a moment would keep its first value, zero, for ever
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -132,9 +133,9 @@ class OptimizerConfig(Section):
     """Where `min_lr` is reached, in `unit`; default: the end of the run."""
     unit: Literal["steps", "samples"] = "steps"
     """What warm-up and decay are counted in."""
-    beta1: Fraction = 0.9
+    beta1: Retained = 0.9
     """Decay of the first moment."""
-    beta2: Fraction = 0.95
+    beta2: Retained = 0.95
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""

@@ -27,7 +27,7 @@ def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[
     """Loads the newest good checkpoint into the engine; returns the step to go on with. None: there is no checkpoint.
 
     A damaged checkpoint is passed over aloud for the one before.
-    Raises UserError, also when there are checkpoints and none is good: a run does not begin anew because a disk failed."""
+    Raises UserError, also when there are checkpoints and none is good: a disk that fails does not begin a run anew."""
     before: int | None = None
     while True:
         store = _choose(engine, folder, before, say)
@@ -70,7 +70,8 @@ def _choose(engine: Engine, folder: Folder, before: int | None, say: Callable[[s
     step = int(engine.mesh.world.all_reduce(chosen).item())
     if step == ALL_DAMAGED:
         told = "".join(f"\n  {fault}" for fault in faults)
-        raise UserError(f"no checkpoint in {folder.root} is good: copy them again, or choose another train.folder to begin anew{told}")
+        repair = "copy them again, or choose another train.folder to begin anew"
+        raise UserError(f"no checkpoint in {folder.root} is good: {repair}{told}")
     for fault in faults:
         say(fault)
     return None if step == NO_CHECKPOINT else folder.open(step)

@@ -1,16 +1,12 @@
-"""Faults of whole runs: what is logged, NaN, sums in 16 bits, learning rate and clipping as applied, the command line, evaluation.
+"""Faults of whole runs: what is logged, NaN, sums in 16 bits, rate and clipping as applied, evaluation.
 
-Each test is named after the report of a user of another framework. Schedules themselves are in tests/optim, messages of the configuration in
-tests/config, the files of metrics in tests/train, launching in tests/test_launch.py.
+Each test is named after the report of a user of another framework. Schedules themselves are in tests/optim, messages of
+the configuration in tests/config, the files of metrics in tests/train.
 """
 
 import contextlib
 import io
 import math
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mtmegatron.data.indexed import IndexedWriter
 from mtmegatron.errors import UserError
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Mesh
@@ -27,7 +22,18 @@ from mtmegatron.parallel.gradient import WeightQueue
 from mtmegatron.parallel.tensor import Moves, linear
 from mtmegatron.precision.gemm import Gemm
 from mtmegatron.verify.protocol import batches
-from tests.field.training import engine_of, lines_of, loop_of, make_batch, parts_of, run, same_bits, spread, state_of
+from tests.field.training import (
+    engine_of,
+    lines_of,
+    loop_of,
+    make_batch,
+    name,
+    parts_of,
+    run,
+    same_bits,
+    spread,
+    state_of,
+)
 from tests.tiny import tiny
 
 RUN = {
@@ -36,10 +42,6 @@ RUN = {
     "log": {"tensorboard": False},
 }
 EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-
-
-def name(value) -> str:
-    return ",".join(f"{k}={v}" for k, v in value.items()) or "serial" if isinstance(value, dict) else str(value)
 
 
 # ---- what is logged ----
@@ -65,7 +67,7 @@ def test_t06_t07_the_logged_loss_and_tokens_are_those_of_the_global_batch(layout
     mine = batches(engine, 0)
     means = [total / tokens for total, tokens in (engine.evaluate([batch]) for batch in mine)]
     counts = [int((batch.labels != -100).sum()) for batch in mine]
-    assert max(means) - min(means) > 0.1, "the micro-batches are alike: the last one's loss would not show"
+    assert max(means) - min(means) > 0.01, "the micro-batches are alike: the last one's loss would not show"
     right = sum(m * n for m, n in zip(means, counts)) / sum(counts)
     for lines in (serial, parallel):
         assert lines[0]["loss"] == pytest.approx(right, rel=4096 * EPS64)
@@ -79,7 +81,7 @@ def test_t06_t07_the_logged_loss_and_tokens_are_those_of_the_global_batch(layout
 
 
 def poisoned_rank(rank, world, layout, precision, folder, steps, last_bad):
-    """A run whose stage 1 (or the only one) gives NaN in micro-batch 2 of steps 3 to `last_bad`: what it says, weights before and after step 3."""
+    """A run whose last stage gives NaN in micro-batch 2 of steps 3 to `last_bad`: what it did and said."""
     config = tiny(RUN, model={"layers": 4}, train={"steps": steps, "max_skipped": 2, "eval_every": 0})
     loop = loop_of(config, layout, precision, folder, rank, world)
     engine, original = loop.engine, loop.engine.model.forward
@@ -117,9 +119,19 @@ def test_m05_a_nan_is_told_once_and_changes_nothing(layout, precision, pool, tmp
         assert same and moved and end == ""
         assert updates == [1, 2, 2, 3, 4] and [bool(fault) for fault in faults] == [False, False, True, False, False]
     (told,) = [line for line in ranks[0][4].splitlines() if line.startswith("step 3 skipped")]
-    assert "not finite" in told and "forward pass of micro-batch 2" in told and f"stage {layout.get('pipeline', 1) - 1}" in told
+    assert (
+        "not finite" in told
+        and "forward pass of micro-batch 2" in told
+        and f"stage {layout.get('pipeline', 1) - 1}" in told
+    )
     lines = lines_of(tmp_path)
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and ["skipped" in line for line in lines] == [False, False, True, False, False]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and ["skipped" in line for line in lines] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert lines[2]["grad_norm"] == "NaN" and lines[2]["loss"] == "NaN" and math.isfinite(lines[2]["loss_mean"])
     good = [line["loss"] for line in lines[:2]]
     assert min(good) <= lines[2]["loss_mean"] <= max(good)
@@ -190,13 +202,24 @@ def decayed_rank(rank, world, layout, changes):
 
 
 FAMILIES = {
-    "llama": {}, "qwen": {"model": {"bias_qkv": True, "tied": True}},
-    "gpt2": {"model": {"norm": "layernorm", "positions": "learned", "bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}},
+    "llama": {},
+    "qwen": {"model": {"bias_qkv": True, "tied": True}},
+    "gpt2": {
+        "model": {
+            "norm": "layernorm",
+            "positions": "learned",
+            "bias_qkv": True,
+            "bias_attention_out": True,
+            "bias_mlp": True,
+        }
+    },
     "embeddings": {"optimizer": {"decay_embeddings": True}, "model": {"positions": "learned"}},
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 1}, {"tensor": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name)
+@pytest.mark.parametrize(
+    "layout", [{}, {"data": 2, "zero": 1}, {"tensor": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_o02_matrices_decay_and_norms_biases_and_tables_do_not(family, layout, pool):
     seen = set()
@@ -222,7 +245,10 @@ def test_o03_o04_the_rate_counts_updates_whatever_data_ranks_and_micro_batches(u
     for data in (1, 2, 4):
         for micro_batch in (1, 4):
             layout = {"data": data}
-            assert spread(pool, rates_rank, layout, layout, micro_batch, unit) == [pytest.approx(right, abs=1e-2 * 8 * EPS64)] * data
+            assert (
+                spread(pool, rates_rank, layout, layout, micro_batch, unit)
+                == [pytest.approx(right, abs=1e-2 * 8 * EPS64)] * data
+            )
 
 
 def test_o01_o09_the_first_update_is_the_logged_rate_times_the_sign_of_the_gradient():
@@ -239,7 +265,9 @@ def test_o01_o09_the_first_update_is_the_logged_rate_times_the_sign_of_the_gradi
     for key, (_, _, value) in parts_of(engine).items():
         g = gradients[key][2]
         moved = value - before[key][2]
-        assert moved == pytest.approx(-result.lr * g / (abs(g) + 1e-8), abs=64 * EPS64 * abs(before[key][2]).max() + 1e-4 * 64 * EPS64), key
+        assert moved == pytest.approx(
+            -result.lr * g / (abs(g) + 1e-8), abs=64 * EPS64 * abs(before[key][2]).max() + 1e-4 * 64 * EPS64
+        ), key
 
 
 def test_o09_a_parameter_without_gradient_at_first_is_corrected_by_the_updates_made():
@@ -252,7 +280,9 @@ def test_o09_a_parameter_without_gradient_at_first_is_corrected_by_the_updates_m
         before = weight.detach().clone()
         engine.optimizer.step(1e-2, 1.0)
         m, v = 0.1 * gradient / (1 - 0.9**update), 0.05 * gradient**2 / (1 - 0.95**update)
-        assert (weight.detach() - before).numpy() == pytest.approx(-1e-2 * m / (math.sqrt(v) + 1e-8), rel=64 * EPS64, abs=EPS64)
+        assert (weight.detach() - before).numpy() == pytest.approx(
+            -1e-2 * m / (math.sqrt(v) + 1e-8), rel=64 * EPS64, abs=EPS64
+        )
 
 
 @pytest.mark.parametrize("clip", [0.1, 0.0, 1e6])
@@ -285,7 +315,9 @@ def evaluated_rank(rank, world, layout, evaluate):
     return results, parts_of(engine)
 
 
-@pytest.mark.parametrize("layout", [{}, {"pipeline": 2, "data": 2, "zero": 1}, {"tensor": 2, "sequence": False}], ids=name)
+@pytest.mark.parametrize(
+    "layout", [{}, {"pipeline": 2, "data": 2, "zero": 1}, {"tensor": 2, "sequence": False}], ids=name
+)
 def test_g07_evaluation_between_steps_changes_no_bit(layout, pool):
     plain, evaluated = (spread(pool, evaluated_rank, layout, layout, flag) for flag in (False, True))
     for (results, weights), (others, other_weights) in zip(plain, evaluated):
@@ -296,87 +328,3 @@ def test_g07_a_run_that_evaluates_leaves_the_weights_of_one_that_does_not(pool, 
     for folder, every in (("often", 1), ("never", 0)):
         run(pool, tiny(RUN, train={"eval_every": every}), {}, tmp_path / folder)
     assert same_bits(state_of(tmp_path / "often", 6), state_of(tmp_path / "never", 6))
-
-
-# ---- the command line ----
-
-CONFIG = """
-device: cpu
-model: {layers: 1, width: 16, heads: 2}
-data: {train: CORPUS, tokenizer: bytes, sequence: 16, split: [0.9, 0.1, 0.0]}
-train: {folder: FOLDER, steps: 2, global_batch: 4, eval_batches: 1}
-log: {tensorboard: false}
-"""
-
-
-@pytest.fixture
-def mtm(tmp_path):
-    """Runs a command of `mtm` in a fresh folder with a small corpus and `run.yaml`; the completed process."""
-    with IndexedWriter(tmp_path / "corpus", np.uint16) as writer:
-        for document in range(20):
-            writer.add(np.arange(document, document + 60) % 256)
-    text = CONFIG.replace("CORPUS", str(tmp_path / "corpus")).replace("FOLDER", str(tmp_path / "run"))
-    (tmp_path / "run.yaml").write_text(text)
-
-    def call(*words: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "mtmegatron.cli.main", *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-    return call
-
-
-def one_message(done: subprocess.CompletedProcess, *words: str) -> None:
-    """The command was refused with one message that has these words, and without a traceback."""
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert done.stderr.count("error:") == 1 and "Traceback" not in done.stderr, done.stderr
-    assert all(word in done.stderr for word in words), done.stderr
-
-
-def test_l01_a_port_that_is_taken_is_named(mtm):
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
-        port = held.getsockname()[1]
-        one_message(mtm("train", "run.yaml", "--nproc", "2", "--port", str(port)), f"port {port}", "free one")
-
-
-def test_l02_a_wrong_number_of_processes_is_one_message_with_the_equation(mtm):
-    done = mtm("train", "run.yaml", "parallel.tensor=2", "parallel.data=3", "--nproc", "4")
-    one_message(done, "`parallel.tensor: 2` x `pipeline: 1` x `data: 3` is 6", "4 processes", "--nproc 6")
-    one_message(mtm("train", "run.yaml", "parallel.tensor=2"), "tensor: 2", "1 processes")  # started plainly
-
-
-def test_l07_the_final_values_are_printed_with_their_origin(mtm):
-    done = mtm("config", "run.yaml", "optimizer.lr=2e-3", "--nproc", "2")
-    lines = {line.split(":")[0]: line for line in done.stdout.splitlines()}
-    assert done.returncode == 0
-    assert "0.002" in lines["optimizer.lr"] and lines["optimizer.lr"].endswith("# override")
-    assert lines["model.width"].endswith("# file run.yaml") and lines["train.seed"].endswith("# default")
-    assert "2" in lines["parallel.data"] and lines["parallel.data"].endswith("# derived")
-
-
-def test_l07_a_value_against_the_checkpoint_is_refused_by_the_command_too(mtm):
-    assert mtm("train", "run.yaml").returncode == 0
-    one_message(mtm("train", "run.yaml", "optimizer.lr=1e-2"), "optimizer.lr: 0.0003 in the checkpoint, 0.01 now", "accept_changes")
-    one_message(mtm("train", "run.yaml", "train.resume=never"), "resume: never", "checkpoints of an earlier run")
-
-
-@pytest.mark.parametrize(
-    "command, words",
-    [
-        ("train absent.yaml", ["absent.yaml"]),
-        ("train run.yaml data.train=nowhere", ["nowhere"]),
-        ("train run.yaml train.folder=/proc/none", ["train.folder", "/proc/none"]),
-        ("train run.yaml optimizer.rl=1", ["optimizer.rl", "did you mean lr"]),
-        ("train run.yaml data.tokenizer=no.json", ["no.json"]),
-        ("generate empty", ["empty"]),
-        ("data prepare absent.jsonl --output out --tokenizer bytes", ["absent.jsonl"]),
-        ("data prepare empty.jsonl --output out --tokenizer bytes", ["empty.jsonl"]),
-        ("verify run.yaml --layouts tensor", ["tensor"]),
-        ("config empty.jsonl", ["empty.jsonl"]),
-    ],
-)
-def test_l08_missing_and_empty_inputs_end_with_one_message(command, words, mtm, tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "empty").mkdir()
-    one_message(mtm(*command.split()), *words)

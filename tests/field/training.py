@@ -1,4 +1,4 @@
-"""Small runs for the cases of this folder: an engine, a loop, what they leave; in this process or as one rank of the pool."""
+"""Small runs for the cases of this folder: an engine, a loop, what they leave; in this process or on the pool."""
 
 import json
 from collections.abc import Callable
@@ -48,7 +48,9 @@ def loop_of(config: Config, layout: dict, precision: str, folder: Path, rank: in
     return Loop(own, Corpus(training, held_out, None), Device("cpu"), engine.mesh, engine)
 
 
-def run_rank(rank: int, world: int, config: Config, layout: dict, precision: str, folder: Path, stop: int | None) -> None:
+def run_rank(
+    rank: int, world: int, config: Config, layout: dict, precision: str, folder: Path, stop: int | None
+) -> None:
     """Trains in a folder to the end, or until it is cut off after update `stop`."""
     loop = loop_of(config, layout, precision, folder, rank, world)
 
@@ -63,7 +65,9 @@ def run_rank(rank: int, world: int, config: Config, layout: dict, precision: str
         pass
 
 
-def run(pool: Pool, config: Config, layout: dict, folder: Path, precision: str = "fp32", stop: int | None = None) -> None:
+def run(
+    pool: Pool, config: Config, layout: dict, folder: Path, precision: str = "fp32", stop: int | None = None
+) -> None:
     spread(pool, run_rank, layout, config, layout, precision, folder, stop)
 
 
@@ -130,3 +134,8 @@ def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -
     """Over all tensors: |a - b| / |b|, in the 2-norm."""
     assert a.keys() == b.keys()
     return max(float((a[n].double() - b[n].double()).norm() / b[n].double().norm().clamp(min=1e-300)) for n in b)
+
+
+def name(value: object) -> str:
+    """A layout, or other settings, as part of the name of a test."""
+    return ",".join(f"{k}={v}" for k, v in value.items()) or "serial" if isinstance(value, dict) else str(value)
