@@ -15,7 +15,7 @@ from mtmegatron.config.constraints import check, faults, layout_of
 from mtmegatron.layers.build import Build
 from mtmegatron.mesh import GROUPS, Mesh
 from mtmegatron.models.decoder import Decoder
-from mtmegatron.models.size import split_layers
+from mtmegatron.models.stages import build_chunks
 from tests.tiny import GPT2, tiny
 
 ROOT = Path(mtmegatron.__file__).parent
@@ -182,14 +182,9 @@ MODELS = [{}, GPT2["model"], {"tied": True, "bias_qkv": True, "kv_heads": 1}, {"
 def models(config, world: int) -> list[tuple[Decoder, Mesh]]:
     """The part of the model on every rank, without memory."""
     own, made = check(config, world), []
-    layers = split_layers(own.model, own.parallel.pipeline, own.data.sequence, own.parallel.pipeline_layers)
     for rank in range(world):
         mesh = Mesh(layout_of(own), rank, "meta")
-        stage = mesh.coordinate("pipeline")
-        with torch.device("meta"):
-            made.append(
-                (Decoder(own, Build(mesh), layers[stage], stage == 0, stage == own.parallel.pipeline - 1), mesh)
-            )
+        made += [(chunk, mesh) for chunk in build_chunks(own, Build(mesh))]
     return made
 
 
@@ -212,7 +207,8 @@ def test_every_parameter_is_described_and_its_parts_tile_it_once_per_copy(model,
             placement = param.placement
             offset, size = placement.offset_and_size(mesh.layout, mesh.rank)
             assert tuple(param.shape) == size and described.setdefault(key, placement) == placement
-            assert placement.summed in GROUPS and {"data", "context"} <= set(placement.summed)
+            assert {"data", "context"} <= set(placement.summed)
+            assert tuple("data_shards" if axis == "data" else axis for axis in placement.summed) in GROUPS
             count = held.setdefault(key, torch.zeros(placement.shape, dtype=torch.int32))
             count[tuple(slice(o, o + n) for o, n in zip(offset, size))] += 1
     layout = layout_of(check(config, world))

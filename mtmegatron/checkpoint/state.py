@@ -68,8 +68,8 @@ def check_architecture(store: Store, optimizer: AdamW) -> None:
     """UserError that says which keys and shapes of this rank's parameters differ from a checkpoint's."""
     there = {name.removeprefix("weight/"): store.shape(name) for name in store.names if name.startswith("weight/")}
     here = {item.name: item.param.placement.shape for state in optimizer.states for item in state.bucket.items}
-    lines = [f"{name}: not in the checkpoint" for name in here if name not in there]
-    lines += [f"{name}: shape {tuple(there[name])} in the checkpoint, {shape} in this model" for name, shape in here.items()
+    lines = [f"{name}: not in the checkpoint" for name in sorted(here) if name not in there]
+    lines += [f"{name}: shape {tuple(there[name])} in the checkpoint, {shape} in this model" for name, shape in sorted(here.items())
               if name in there and tuple(there[name]) != tuple(shape)]  # fmt: skip
     if lines:
         more = f"\n  and {len(lines) - 10} more" if len(lines) > 10 else ""

@@ -138,11 +138,11 @@ def _tokens(config: Config, resolved: Config, world: int) -> Iterator[str]:
 def _context(config: Config, resolved: Config, world: int) -> Iterator[str]:
     p, r, heads = config.parallel, resolved.parallel, config.model.heads // config.parallel.tensor
     if p.context == 1 and (p.context_kind or p.ulysses):
-        yield "`parallel.context_kind` and `ulysses` have no effect with `parallel.context: 1`: leave them out"
+        yield "`parallel.context_kind` and `ulysses` have no effect with `parallel.context: 1`: remove them"
         return
     if p.context_kind == "ring-ulysses" and not (p.ulysses and 1 < p.ulysses < p.context and p.context % p.ulysses == 0):
         inner = [d for d in divisors(p.context) if 1 < d < p.context]
-        yield f"`parallel.context_kind: ring-ulysses` needs `parallel.ulysses`: " + (f"use {one_of(inner)}" if inner else "a context degree with a divisor")
+        yield "`parallel.context_kind: ring-ulysses` needs `parallel.ulysses`: " + (f"use {one_of(inner)}" if inner else "a context degree with a divisor")
     elif p.context_kind != "ring-ulysses" and p.ulysses:
         yield f"`parallel.ulysses: {p.ulysses}` has no effect with `context_kind: {r.context_kind}`: use ring-ulysses, or leave it out"
     elif heads % r.ulysses:
@@ -169,7 +169,7 @@ def _sharding(config: Config, resolved: Config, world: int) -> Iterator[str]:
     if p.shard and p.zero == 0:
         yield f"`parallel.shard: {p.shard}` has no effect with `parallel.zero: 0`: use zero 1, 2 or 3, or leave it out"
     if p.reduce == "bf16" and config.train.precision == "fp64":
-        yield "`parallel.reduce: bf16` with `train.precision: fp64` rounds what the run is to prove: leave it out"
+        yield "`parallel.reduce: bf16` with `train.precision: fp64` rounds what the run is to prove: remove it"
 
 
 def _recompute(config: Config, resolved: Config, world: int) -> Iterator[str]:
@@ -179,7 +179,7 @@ def _recompute(config: Config, resolved: Config, world: int) -> Iterator[str]:
     if r.mode != "selective" and r.parts != default.parts:
         yield f"`recompute.parts` has no effect with `recompute.mode: {r.mode}`: use selective, or leave it out"
     if r.mode == "selective" and not r.parts:
-        yield "`recompute.mode: selective` without `recompute.parts`: name some, or use none"
+        yield "`recompute.mode: selective` with no `recompute.parts`: give some, or use mode none"
 
 
 def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:

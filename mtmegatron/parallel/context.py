@@ -85,10 +85,10 @@ def context_attention(
 
     Shapes: query [T, N, H], key [T, K, H], value [T, K, Hv], T = B * S / context; result [T, N, Hv]."""
     axis = mesh["context"]
-    assert bounds.total == len(query_TNH) * axis.size, "bounds must cover the micro-batch"
-    assert bounds.total % length == 0, "a micro-batch is whole sequences"
     if axis.size == 1:
         return attention(query_TNH, key_TKH, value_TKH, bounds, causal, scale)
+    assert bounds.total == len(query_TNH) * axis.size, "bounds must cover the micro-batch"
+    assert bounds.total % length == 0, "a micro-batch is whole sequences"
     if kind == "allgather":
         source, periods = _gathered(axis, bounds, length, causal)
         return blockwise_attention(query_TNH, key_TKH, value_TKH, source, periods, scale)

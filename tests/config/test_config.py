@@ -104,7 +104,7 @@ def test_overrides_have_the_types_of_their_fields(override, key, value, file):
         ("optimizer.clip=.nan", "optimizer.clip"),
         ("optimizer.beta1=1.0", "optimizer.beta1"),
         ("train.steps=2.5", "train.steps"),
-        ("parallel.zero=2", "parallel.zero"),
+        ("parallel.zero=4", "parallel.zero"),
         ("train.precision=fp16", "train.precision"),
         ("model.activation=relu6", "model.activation"),
         ("device=tpu", "device"),
@@ -163,7 +163,7 @@ def test_the_configurations_that_are_shipped_are_sound(path):
     p = config.parallel
     if config.model.vocab is None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"vocab": 259})})
-    world = p.tensor * p.pipeline * (p.data or 1)
+    world = p.tensor * p.context * p.pipeline * (p.data or 1)
     assert layout_of(check(config, world)).world == world
 
 
@@ -191,14 +191,28 @@ RULES = [
         "one must divide the other",
     ),
     ({"model": {"ffn": 1}, "parallel": {"tensor": 2}}, 2, "is more than `model.ffn: 1`"),
-    ({"parallel": {"pipeline": 2, "pipeline_layers": [4]}}, 2, "names 1 stages"),
+    ({"parallel": {"pipeline": 2, "pipeline_layers": [4]}}, 2, "names 1 chunks, the pipeline has 2"),
     ({"parallel": {"pipeline": 2, "pipeline_layers": [1, 2]}}, 2, "adds up to 3 layers"),
-    ({"parallel": {"pipeline": 7}, "train": {"global_batch": 2}}, 7, "leaves stages with nothing to do"),
+    ({"parallel": {"pipeline": 7}, "train": {"global_batch": 2}}, 7, "leaves some with nothing to do"),
     (
         {"data": {"sequence": 31}, "train": {"micro_batch": 1}, "parallel": {"tensor": 2}},
         2,
         "does not divide the 31 tokens",
     ),
+    ({"parallel": {"pipeline": 2, "schedule": "zb-v", "chunks": 1}}, 2, "`parallel.chunks: 1` with `schedule: zb-v`"),
+    ({"parallel": {"pipeline": 2, "chunks": 2}}, 2, "`parallel.chunks: 2` has no effect"),
+    ({"parallel": {"context": 2}, "data": {"sequence": 30}}, 2, "cuts a sequence in 4 equal parts"),
+    ({"parallel": {"context_kind": "ring"}}, 1, "have no effect with `parallel.context: 1`"),
+    ({"parallel": {"context": 4, "context_kind": "ring-ulysses"}}, 4, "needs `parallel.ulysses`"),
+    ({"parallel": {"context": 4, "ulysses": 2}}, 4, "`parallel.ulysses: 2` has no effect"),
+    ({"model": {"heads": 2}, "parallel": {"context": 4, "context_kind": "ulysses"}}, 4, "shares 2 heads per tensor rank"),
+    ({"model": {"dropout_attention": 0.1}, "parallel": {"context": 2}}, 2, "`model.dropout_attention` with `parallel.context`"),
+    ({"parallel": {"zero": 1, "shard": 3}}, 4, "`parallel.shard: 3` does not divide the 4 data ranks"),
+    ({"parallel": {"shard": 2}}, 4, "`parallel.shard: 2` has no effect"),
+    ({"parallel": {"reduce": "bf16"}, "train": {"precision": "fp64"}}, 1, "`parallel.reduce: bf16`"),
+    ({"recompute": {"every": 2}}, 1, "`recompute.every` and `first` have no effect"),
+    ({"recompute": {"mode": "full", "parts": ["norm"]}}, 1, "`recompute.parts` has no effect"),
+    ({"recompute": {"mode": "selective", "parts": []}}, 1, "with no `recompute.parts`"),
     ({"train": {"global_batch": 9}}, 1, "`train.global_batch: 9` is not a multiple"),
     ({"optimizer": {"warmup": 21}}, 1, "`optimizer.warmup: 21` steps is longer"),
     ({"optimizer": {"decay": "constant", "decay_length": 5}}, 1, "`optimizer.decay_length` has no effect"),
@@ -345,7 +359,7 @@ def test_repairs_of_the_pipeline(pipeline):
     "changes, words",
     [
         ({"parallel": {"sequence": True}}, "parallel.tensor"),
-        ({"parallel": {"schedule": "interleaved"}}, "parallel.schedule"),
+        ({"parallel": {"schedule": "breadth-first"}}, "parallel.schedule"),
         ({"train": {"precision": "fp16+bf16"}}, "train.precision"),
         ({"parallel": {"expert": 2}}, "parallel.expert: unknown key"),
         ({"train": {"recompute_layers": 9}}, "train.recompute_layers: unknown key"),
@@ -376,5 +390,8 @@ def test_resolve_fills_what_was_left_open_and_nothing_else():
         "model.max_positions": 128,
         "parallel.sequence": True,
         "parallel.data": 4,
+        "parallel.chunks": 1,
+        "parallel.ulysses": 1,
+        "parallel.shard": 4,
     }
     assert resolve(full, 8) == full

@@ -41,7 +41,7 @@ def norm_of_biases_alone(rank, world, layout):
     for which in ("query", "key"):
         bias = engine.model.get_parameter(f"layers.0.attention.{which}.bias")
         whole = torch.arange(1.0, bias.placement.shape[0] + 1, dtype=torch.float64)
-        copies = engine.mesh["data", "context", "key_value_copies"].size if which == "key" else 1
+        copies = engine.mesh["data_shards", "context", "key_value_copies"].size if which == "key" else 1
         bias.grad_sum.copy_(bias.placement.part(whole, engine.mesh.layout, rank) / copies)
     engine.buckets.finish()
     return math.sqrt(engine.mesh.world.all_reduce(engine.buckets.squared_norm().reshape(1)).item())

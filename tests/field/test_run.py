@@ -87,8 +87,8 @@ def poisoned_rank(rank, world, layout, precision, folder, steps, last_bad):
     engine, original = loop.engine, loop.engine.model.forward
     bad = {batches(engine, step)[2].tokens.numpy().tobytes() for step in range(2, last_bad)}
 
-    def forward(x, batch, *rest):
-        out = original(x, batch, *rest)
+    def forward(x, batch, **rest):
+        out = original(x, batch, **rest)
         return out * math.nan if engine.last and batch.tokens.numpy().tobytes() in bad else out
 
     engine.model.forward = forward

@@ -245,7 +245,7 @@ def test_the_first_loss_is_that_of_a_uniform_guess(kind):
     """Field bug P40: ln(V), and the little that the variance of the first logits adds."""
     config = check(tiny(model=KINDS[kind]), 1)
     engine = Engine(config, Mesh(layout_of(config)))
-    batches = micro_batches(config, RandomSamples(config.model.vocab, config.data.sequence, 0), 0, 0)
+    batches = micro_batches(config, RandomSamples(config.model.vocab, config.data.sequence, 0), engine.mesh, 0)
     loss, _, _ = engine.gradients(batches, engine.count_tokens(batches))
     assert loss == pytest.approx(math.log(config.model.vocab), abs=0.3)
 

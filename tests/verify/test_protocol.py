@@ -19,7 +19,7 @@ def reference():
 def no_reduction(rank, world, config, layout, precision, path):
     """Gradients of norm weights are not summed over the tensor axis."""
     original = data.Bucket.start_reduction
-    data.Bucket.start_reduction = lambda self: original(self) if "tensor" not in self.axis.name else None
+    data.Bucket.start_reduction = lambda self, dtype: original(self, dtype) if "tensor" not in self.axis.name else None
     try:
         return protocol._rank(rank, world, config, layout, precision, path)
     finally:
@@ -48,12 +48,12 @@ def small_drift(rank, world, config, layout, precision, path):
 
 def no_gather(rank, world, config, layout, precision, path):
     """Updated shards are not gathered."""
-    original = data.Buckets.gather_values
-    data.Buckets.gather_values = lambda self: None
+    original = data.Buckets.publish
+    data.Buckets.publish = lambda self: None
     try:
         return protocol._rank(rank, world, config, layout, precision, path)
     finally:
-        data.Buckets.gather_values = original
+        data.Buckets.publish = original
 
 
 FAULTS = [
