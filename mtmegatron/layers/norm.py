@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from mtmegatron.layers.build import Build
-from mtmegatron.ops.norm import layer_norm, rms_norm
+from mtmegatron.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from mtmegatron.parallel.recompute import dropped
 from mtmegatron.placement import Init
 
@@ -20,6 +20,14 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self._norm(x)
         return dropped(y, lambda: self._norm(x)) if self.again else y
+
+    def after(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """(s, norm(s)) of the residual sum s = x + delta, one operator forward and backward."""
+        if self.bias is None:
+            total, y = add_rms_norm(x, delta, self.weight, self.eps)
+        else:
+            total, y = add_layer_norm(x, delta, self.weight, self.bias, self.eps)
+        return total, dropped(y, lambda: self._norm(total)) if self.again else y
 
     def _norm(self, x: Tensor) -> Tensor:
         if self.bias is None:

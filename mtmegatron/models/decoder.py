@@ -41,8 +41,9 @@ class Block(nn.Module):
         self.mlp = MLP(m, build, out_std)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
-        x = x + self._dropped(self.attention(self.attention_norm(x), where), where, "attention out")
-        return x + self._dropped(self.mlp(self.mlp_norm(x)), where, "mlp out")
+        attended = self._dropped(self.attention(self.attention_norm(x), where), where, "attention out")
+        x, normed = self.mlp_norm.after(x, attended)
+        return x + self._dropped(self.mlp(normed), where, "mlp out")
 
     def _dropped(self, x: Tensor, where: Where, site: str) -> Tensor:
         return x if where.noise is None else where.noise.drop(x, self.layer, site, self.dropout, self.build)

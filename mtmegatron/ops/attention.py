@@ -41,9 +41,11 @@ def attention(
     assert bounds.total == len(query_TNH) == len(key_TKH) == len(value_TKH), "bounds must cover the tokens"
     assert query_TNH.shape[1] % key_TKH.shape[1] == 0, "key heads must divide query heads"
     scale = _scale(query_TNH, scale)
-    if query_TNH.device.type != "cpu":
+    device = query_TNH.device.type
+    if device not in ("cpu", "meta"):  # on meta, what is kept for backward is what counts
         return _attention_sdpa(query_TNH, key_TKH, value_TKH, bounds, causal, scale)
-    function = _BlockAttention if ROWS < max(bounds.lengths) <= LONGEST else _FlashAttention
+    kept = device == "cpu" and ROWS < max(bounds.lengths) <= LONGEST
+    function = _BlockAttention if kept else _FlashAttention
     return function.apply(query_TNH, key_TKH, value_TKH, bounds, causal, scale)
 
 
@@ -159,10 +161,11 @@ class _FlashAttention(torch.autograd.Function):
 def _group_forward(query, key, value, out, causal, scale) -> list[Tensor]:
     """Fills `out` [B, S, N, Hv]; returns the probabilities, [B * K, G * rows, keys seen] for each block of rows."""
     heads, k, v = key.shape[2], _heads_first(key), _heads_first(value)
+    q = _rows_first(query, heads).mul_(scale)
     mask = torch.full((ROWS, ROWS), -torch.inf, dtype=k.dtype, device=k.device).triu_(1)
     kept = []
     for rows, seen in _row_blocks(query.shape[1], key.shape[1], causal):
-        scores = torch.bmm(_merged(query[:, rows], heads) * scale, k[:, :seen].mT)
+        scores = torch.bmm(q[:, :, rows].flatten(1, 2), k[:, :seen].mT)
         if causal:
             size = rows.stop - rows.start
             scores.unflatten(1, (-1, size))[..., -size:].add_(mask[:size, :size])
@@ -175,17 +178,27 @@ def _group_forward(query, key, value, out, causal, scale) -> list[Tensor]:
 def _group_backward(kept: Iterator[Tensor], grad, query, key, value, dquery, dkey, dvalue, causal, scale) -> None:
     """Fills the gradients of some documents from the probabilities that their forward kept."""
     heads, k, v = key.shape[2], _heads_first(key), _heads_first(value)
-    dk, dv = k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, seen in _row_blocks(query.shape[1], key.shape[1], causal):
-        probabilities, q, g = next(kept), _merged(query[:, rows], heads), _merged(grad[:, rows], heads)
-        dv[:, :seen].baddbmm_(probabilities.mT, g)
-        ds = torch.bmm(g, v[:, :seen].mT)
-        torch.ops.aten._softmax_backward_data.out(ds, probabilities, -1, ds.dtype, grad_input=ds)
-        dk[:, :seen].baddbmm_(ds.mT, q, alpha=scale)
+    q, g = _rows_first(query, heads).mul_(scale), _rows_first(grad, heads)
+    dk, dv, blocks = None, None, list(_row_blocks(query.shape[1], key.shape[1], causal))
+    probabilities = [next(kept) for _ in blocks]
+    for (rows, seen), p in zip(reversed(blocks), reversed(probabilities)):  # the last sees all keys: its products begin the sums
+        mine, g_rows = q[:, :, rows].flatten(1, 2), g[:, :, rows].flatten(1, 2)
+        dv = _add(dv, torch.bmm(p.mT, g_rows))
+        ds = torch.bmm(g_rows, v[:, :seen].mT)
+        torch.ops.aten._softmax_backward_data.out(ds, p, -1, ds.dtype, grad_input=ds)
+        dk = _add(dk, torch.bmm(ds.mT, mine))
         target = _by_key_head(dquery[:, rows], heads)
         torch.mul(torch.bmm(ds, k[:, :seen]).view(target.shape), scale, out=target)
     for d, whole in ((dk, dkey), (dv, dvalue)):
         whole.copy_(d.unflatten(0, (-1, heads)).transpose(1, 2))
+
+
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    """Adds a product over the first keys to the sum over all."""
+    if total is None:
+        return part
+    total[:, : part.shape[1]] += part
+    return total
 
 
 def _row_blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, int]]:
@@ -196,18 +209,19 @@ def _row_blocks(queries: int, keys: int, causal: bool) -> Iterator[tuple[slice, 
 
 
 def _by_key_head(x_BSNH: Tensor, heads: int) -> Tensor:
-    """[B, S, N, H] -> a view [B, K, G, S, H]: query head n belongs to key head n // G."""
+    """[B, S, N, H] -> [B, K, G, S, H], a view: query head n belongs to key head n // G."""
     return x_BSNH.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
 
 
-def _merged(x_BSNH: Tensor, heads: int) -> Tensor:
-    """[B * K, G * S, H] in at least fp32, in place where strides allow: the rows that multiply one key head."""
-    return _widened(_by_key_head(x_BSNH, heads)).flatten(0, 1).flatten(1, 2)
-
-
 def _heads_first(x_BSKH: Tensor) -> Tensor:
-    """[B * K, S, H] in at least fp32, in place where strides allow."""
-    return _widened(x_BSKH).transpose(1, 2).flatten(0, 1)
+    """[B * K, S, H] in at least fp32, contiguous: batched products of strided matrices are half as fast."""
+    return _widened(x_BSKH).transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _rows_first(x_BSNH: Tensor, heads: int) -> Tensor:
+    """[B * K, G, S, H] in at least fp32, a new contiguous tensor."""
+    wide = torch.promote_types(x_BSNH.dtype, torch.float32)
+    return _by_key_head(x_BSNH, heads).flatten(0, 1).to(wide, memory_format=torch.contiguous_format, copy=True)
 
 
 def _widened(x: Tensor) -> Tensor:
@@ -238,7 +252,7 @@ def _flash_fits(query_BSNH: Tensor, key_BSKH: Tensor, causal: bool) -> bool:
     """Whether torch's CPU flash operator computes this block; its causal mask is aligned at the start."""
     lengths = query_BSNH.shape[1], key_BSKH.shape[1]
     assert not causal or lengths[0] <= lengths[1], "a causal block needs a key for every query"
-    return query_BSNH.device.type == "cpu" and (not causal or lengths[0] == lengths[1])
+    return query_BSNH.device.type in ("cpu", "meta") and (not causal or lengths[0] == lengths[1])
 
 
 def _flash_heads(*tensors_BSNH: Tensor) -> list[Tensor]:
