@@ -4,6 +4,7 @@ Notable:
 - an axis of size 1 has no group and its collectives return their input: serial code is parallel code with sizes 1;
 - where the backend leaves the order of a sum open (Gloo), a reduce-scatter is an all-to-all and a sum in rank order, in fp32 for 16-bit
   inputs: deterministic, independent of how tensors are packed into buckets, and faster than Gloo's own;
+- ranks of one host on a CPU exchange through shared memory (`shared_memory.py`), with the bits that Gloo's way gives;
 - all groups are made at once, in one order on all ranks, by their members alone;
 - `Mesh(layout, rank)` without processes serves to build and describe any rank of any layout alone.
 """
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mtmegatron import shared_memory
 from mtmegatron.layout import Layout
+from mtmegatron.shared_memory import Channel, Exchange, Ongoing
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # every set of axes that something communicates over; made in this order on every rank
@@ -33,7 +36,7 @@ SMALL = 1 << 15  # elements below which a sum is gathered whole rather than scat
 class Pending:
     """A collective under way; `wait` returns its result. The work holds its buffers until then."""
 
-    work: dist.Work | None
+    work: dist.Work | Ongoing | None
     finish: Callable[[], torch.Tensor]
 
     def wait(self) -> torch.Tensor:
@@ -49,19 +52,23 @@ class Axis:
     contiguous tensors; they work along dim 0.
     """
 
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool):
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool, channel: Channel | None = None
+    ):  # fmt: skip
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.group, self._ordered = group, ordered_sum
+        self.group, self._ordered, self._channel = group, ordered_sum, channel
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum, max or min over the axis, in place; the same bits on every rank."""
         if self.size == 1:
             return x
         assert x.is_contiguous(), "an all-reduce of a view would be lost"
+        if self._folds(x) and (op != "sum" or not x.is_floating_point() or self._whole(x)):
+            return self._shared_all_reduce(x, op, later=False).wait()
         if op != "sum" or not self._ordered or not x.is_floating_point():
             dist.all_reduce(x, OPERATIONS[op], group=self.group)
             return x
-        if x.numel() < SMALL or x.numel() % self.size:
+        if self._whole(x):
             parts = self.all_gather(x.reshape(1, -1))
             return x.copy_(_ordered_sum(parts, x.dtype).view_as(x))
         flat = x.view(-1)
@@ -69,11 +76,11 @@ class Axis:
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The parts of all ranks, end to end along dim 0."""
-        return self.start_all_gather(x, out).wait()
+        return self._all_gather(x, out, later=False).wait()
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's part along dim 0 of the sum over the axis."""
-        return self.start_reduce_scatter(x).wait()
+        return self._reduce_scatter(x, None, later=False).wait()
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """The parts that all ranks hold for this one, in rank order: of `size` equal parts along dim 0, part i goes to rank i."""
@@ -81,38 +88,101 @@ class Axis:
             return x
         x = x.contiguous()
         result = torch.empty_like(x)
+        if self._channel:
+            return self._exchange("all-to-all", x.view(self.size, -1), result.view(self.size, -1), result, later=False).wait()
         dist.all_to_all_single(result, x, group=self.group)
         return result
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         """Sum over the axis, in place once waited for."""
-        if self.size == 1 or self._ordered and (x.numel() < SMALL or x.numel() % self.size):
-            return Pending(None, lambda: self.all_reduce(x))
+        if self.size == 1:
+            return Pending(None, lambda: x)
         assert x.is_contiguous(), "an all-reduce of a view would be lost"
         if not self._ordered:
             return Pending(dist.all_reduce(x, group=self.group, async_op=True), lambda: x)
+        if self._folds(x) and self._whole(x):
+            return self._shared_all_reduce(x, "sum", later=True)
+        if self._whole(x):
+            return Pending(None, lambda: self.all_reduce(x))
         scattered = self.start_reduce_scatter(x.view(-1))
         return Pending(None, lambda: self.all_gather(scattered.wait(), out=x.view(-1)).view_as(x))
 
     def start_all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None) -> Pending:
+        return self._all_gather(x, out, later=True)
+
+    def start_reduce_scatter(self, x: torch.Tensor, dtype: torch.dtype | None = None, out: torch.Tensor | None = None) -> Pending:
+        """`dtype`: what travels; the sum has the type of x. `out`: where it goes; this rank's part of x, or apart from x."""
+        return self._reduce_scatter(x, dtype, later=True, out=out)
+
+    def _all_gather(self, x: torch.Tensor, out: torch.Tensor | None, later: bool) -> Pending:
         if self.size == 1:
             return Pending(None, lambda: x if out is None or out.data_ptr() == x.data_ptr() else out.copy_(x))
         x = x.contiguous()
         result = x.new_empty(x.shape[0] * self.size, *x.shape[1:]) if out is None else out
+        if self._channel:
+            return self._exchange("all-gather", x.view(1, -1), result.view(self.size, -1), result, later)
         work = _all_gather(result, x, group=self.group, async_op=True)
         return Pending(work, lambda: result)
 
-    def start_reduce_scatter(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> Pending:
-        """`dtype`: what travels; the sum has the type of x."""
+    def _reduce_scatter(self, x: torch.Tensor, dtype: torch.dtype | None, later: bool, out: torch.Tensor | None = None) -> Pending:
         if self.size == 1:
             return Pending(None, lambda: x)
+        into = (lambda sum_: sum_) if out is None else out.copy_
         sent = x.contiguous() if dtype is None else x.to(dtype)
+        if self._folds(x):
+            result = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
+            return self._exchange("reduce-scatter", sent.view(self.size, -1), result.view(-1), result, later, "sum")
         if not self._ordered:
             result = sent.new_empty(x.shape[0] // self.size, *x.shape[1:])
-            return Pending(_reduce_scatter(result, sent, group=self.group, async_op=True), lambda: result.to(x.dtype))
+            return Pending(_reduce_scatter(result, sent, group=self.group, async_op=True), lambda: into(result.to(x.dtype)))
         parts = torch.empty_like(sent)
         work = dist.all_to_all_single(parts, sent, group=self.group, async_op=True)
-        return Pending(work, lambda: _ordered_sum(parts.view(self.size, -1), x.dtype).view(-1, *x.shape[1:]))
+        return Pending(work, lambda: into(_ordered_sum(parts.view(self.size, -1), x.dtype).view(-1, *x.shape[1:])))
+
+    def _whole(self, x: torch.Tensor) -> bool:
+        """Whether each rank makes the whole sum, rather than its part of it: where that is little, or as little."""
+        return x.numel() < SMALL or x.numel() % self.size > 0 or self.size == 2 and self._channel is not None
+
+    def _folds(self, x: torch.Tensor) -> bool:
+        """Whether elements of x can be combined through shared memory."""
+        return self._channel is not None and x.dtype != torch.bool and not x.is_complex()
+
+    def _shared_all_reduce(self, x: torch.Tensor, op: str, later: bool) -> Pending:
+        return self._exchange("all-reduce", x.view(1, -1), x.view(-1), x, later, op)
+
+    def _exchange(
+        self, what: str, x: torch.Tensor, out: torch.Tensor, result: torch.Tensor, later: bool, fold: str | None = None,
+        sources: list[int] | None = None,
+    ) -> Pending:  # fmt: skip
+        """Begins a collective through shared memory, or does it. `out`: the result as rows of the ranks, or as one with `fold`."""
+        exchange = Exchange(f"{what} over {self.name}", self.rank, self.size, x.detach(), out.detach(), fold, sources)
+        complete = self._channel.start(exchange) if later else self._channel.run(exchange)
+        return Pending(complete, lambda: result)
+
+    def send(self, x: torch.Tensor, to: int) -> dist.Work:
+        """Begins to send a contiguous tensor to place `to` of the axis; it may not change before the work is waited for."""
+        return dist.isend(x, self.ranks[to], group=self.group)
+
+    def receive(self, buffer: torch.Tensor, source: int) -> dist.Work:
+        """Begins to fill a buffer with what place `source` of the axis sends. Between two places messages keep their order."""
+        return dist.irecv(buffer, self.ranks[source], group=self.group)
+
+    def start_shift(self, x: torch.Tensor) -> Pending:
+        """Sends x to the next place, round the end; the result is what the place before sends, and waits until x has left too."""
+        sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self._channel:
+            source = [(self.rank - 1) % self.size]
+            return self._exchange("shift", sent.view(1, -1), received.view(1, -1), received, later=True, sources=source)
+        after, before = self.ranks[(self.rank + 1) % self.size], self.ranks[self.rank - 1]
+        both = [dist.P2POp(dist.isend, sent, after, self.group), dist.P2POp(dist.irecv, received, before, self.group)]
+        works = dist.batch_isend_irecv(both)
+
+        def arrived() -> torch.Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return Pending(None, arrived)
 
     def __repr__(self) -> str:
         return f"Axis({self.name}, {self.rank} of {self.size})"
@@ -131,20 +201,34 @@ def _group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup:
     return dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks), use_local_synchronization=True)
 
 
+def _timeout() -> float:
+    """Seconds that a collective of the default group may take."""
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 class Mesh:
     """All axes of this rank. `mesh["tensor"]`, `mesh["data", "context"]`."""
 
-    def __init__(self, layout: Layout, rank: int = 0, device: torch.device | str = "cpu", *, ordered_sum: bool = True, connect: bool = False):
+    def __init__(
+        self, layout: Layout, rank: int = 0, device: torch.device | str = "cpu", *, ordered_sum: bool = True, connect: bool = False,
+        axis: Callable[..., Axis] = Axis, shared: bool = True,
+    ):  # fmt: skip
         assert not connect or dist.get_world_size() == layout.world, f"{layout} is not for {dist.get_world_size()} processes"
         self.layout, self.rank, self.device = layout, rank, torch.device(device)
         self._axes: dict[tuple[str, ...], Axis] = {}
         # one group for one set of ranks: torch names a group by its ranks, and a second of the same name reads the first one's addresses
         made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-        for names in GROUPS:
-            ranks = layout.group(rank, names) if self._present(names) else (rank,)
+        members = {names: layout.group(rank, names) if self._present(names) else (rank,) for names in GROUPS}
+        for ranks in members.values():
             if ranks not in made:
                 made[ranks] = _group(ranks, layout.world) if connect and len(ranks) > 1 else None
-            self._axes[names] = Axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum)
+        channels: dict[tuple[int, ...], Channel] = {}
+        self.not_shared = ""  # why ranks of this host that should exchange through shared memory do not
+        if connect and shared and ordered_sum and self.device.type == "cpu":
+            channels, self.not_shared = shared_memory.connect([ranks for ranks in made if len(ranks) > 1], rank, _timeout())
+        for names, ranks in members.items():
+            more = {"channel": channels[ranks]} if ranks in channels else {}
+            self._axes[names] = axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum, **more)
 
     def _present(self, names: tuple[str, ...]) -> bool:
         """`ends` exists on the first and the last stage alone."""

@@ -81,6 +81,8 @@ def initial_value(name: str, placement: Placement, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def initialise(names: dict[nn.Parameter, str], layout: Layout, rank: int, seed: int) -> None:
-    """Fills parameters, given with their names, with their part of the first value."""
+    """Fills parameters, given with their names, with their part of the first value; those on the meta device have none."""
     for param, name in names.items():
+        if param.is_meta:
+            continue
         param.copy_(param.placement.part(initial_value(name, param.placement, seed), layout, rank))

@@ -23,7 +23,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 HARDWARE = re.compile(r"\b(cuda|musa|nccl|mccl)\b", re.IGNORECASE)
 # ground floor first: a room imports from its own floor and those below
 FLOORS = [
-    {"errors", "device", "layout", "config", "batch", "process"},
+    {"errors", "device", "layout", "config", "batch", "process", "shared_memory"},
     {"mesh", "placement", "launch"},
     {"parallel", "precision", "ops"},
     {"layers"},

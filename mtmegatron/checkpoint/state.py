@@ -8,7 +8,7 @@ Notable:
 - Randomness needs no state: first weights come from (seed, name), data from (seed, step).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -28,20 +28,33 @@ def save(folder: Folder, step: int, optimizer: AdamW, mesh: Mesh, extra: dict) -
     """Writes the state after `step` steps; when it returns the checkpoint exists on all ranks' word.
 
     `extra` goes into the manifest. Raises UserError on every rank when any rank could not write; earlier checkpoints stay."""
-    if mesh.rank == 0:
-        outcome = _attempt(lambda: folder.begin(step))
-        _agree(mesh, outcome)
-    else:
-        _agree(mesh, None)
-    outcome = _attempt(lambda: write_shard(folder.writing(step), mesh.rank, _pieces(optimizer, mesh)))
+    begin(folder, step, mesh)
+    outcome = attempt(lambda: write_shard(folder.writing(step), mesh.rank, pieces(optimizer, mesh)))
+    publish(folder, mesh, outcome, facts(step, optimizer, extra))
+
+
+def begin(folder: Folder, step: int, mesh: Mesh) -> None:
+    """Makes the folder that all ranks write to. Raises UserError on every rank."""
+    _agree(mesh, attempt(lambda: folder.begin(step)) if mesh.rank == 0 else None)
+
+
+def facts(step: int, optimizer: AdamW, extra: dict) -> dict:
+    """What the manifest of a checkpoint taken now tells beside the tensors."""
+    return extra | {"step": step, "updates": optimizer.updates}
+
+
+def publish(folder: Folder, mesh: Mesh, outcome: dict | UserError, extra: dict) -> None:
+    """Joins what the ranks wrote and gives the checkpoint its name.
+
+    `outcome`: this rank's part of the manifest, or why there is none. Raises UserError on every rank, and
+    publishes nothing, when any rank failed."""
     parts = _agree(mesh, outcome)
-    extra = extra | {"step": step, "updates": optimizer.updates}
 
-    def publish() -> None:
-        write_manifest(folder.writing(step), parts, extra)
-        folder.publish(step)
+    def join() -> None:
+        write_manifest(folder.writing(extra["step"]), parts, extra)
+        folder.publish(extra["step"])
 
-    _agree(mesh, _attempt(publish) if mesh.rank == 0 else None)
+    _agree(mesh, attempt(join) if mesh.rank == 0 else None)
 
 
 def load(store: Store, optimizer: AdamW, mesh: Mesh, *, moments: bool = True) -> None:
@@ -76,8 +89,8 @@ def check_architecture(store: Store, optimizer: AdamW) -> None:
         raise UserError(f"{store.folder} is of another architecture:\n  " + "\n  ".join(lines[:10]) + more)
 
 
-def _pieces(optimizer: AdamW, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
-    """The rectangles that this rank writes."""
+def pieces(optimizer: AdamW, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+    """The rectangles that this rank writes: views of the state, in the same order at every save."""
     for state in optimizer.states:
         if not state.bucket.counted:
             continue
@@ -111,7 +124,7 @@ def _fill(store: Store, name: str, item: Item, local: slice, values: torch.Tenso
         target.copy_(store.read(name, rectangle.offset, rectangle.size))
 
 
-def _attempt(work) -> object:
+def attempt(work: Callable[[], object]) -> object:
     """The result of work, or the UserError that it raised."""
     try:
         return work()

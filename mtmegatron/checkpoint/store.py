@@ -215,7 +215,7 @@ class Store:
         self._files: dict[str, dict] = manifest["files"]
         self._tensors: dict[str, dict] = manifest["tensors"]
         self._on_read = on_read
-        self._opened: dict[str, safe_open] = {}
+        self._opened: dict[str, safe_open] = {}  # at most one: what is mapped counts as memory of this process
         self._verified: set[tuple[str, str]] = set()
 
     @property
@@ -290,6 +290,7 @@ class Store:
                     header = raw.read(HEADER)
                 if zlib.crc32(header) != self._files[file]["header_crc32"]:
                     raise self._damaged(file, "its header does not match its CRC32")
+                self._opened.clear()
                 self._opened[file] = safe_open(self.folder / file, framework="pt")
             except OSError as fault:
                 raise self._damaged(file, f"it cannot be read ({_reason(fault)})") from fault

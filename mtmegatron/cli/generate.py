@@ -128,7 +128,8 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
     meeting = start_group(process, device, request.config.train.timeout) if process.world > 1 else None
     try:
         many, layout = process.world > 1, layout_of(request.config)
-        mesh = Mesh(layout, process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=many)
+        shared = request.config.parallel.shared_memory
+        mesh = Mesh(layout, process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=many, shared=shared)
         model = load_model(request.store, request.config, mesh, device.native_bf16_matmul)
         new = generate(model, request.prompts, request.options, stops_at(request.tokenizer, request.stop))
         if process.rank == 0:

@@ -1,36 +1,23 @@
-"""`mtm info`: what a model has and costs: parameters, FLOPs, and the bytes of its state on each pipeline stage.
+"""`mtm info`: what a model has and costs, the bytes of its state on each pipeline stage, and all that one rank holds and sends.
 
 Notable: nothing is computed a second way. The ranks' real models, buckets and optimizers are built on torch's meta
-device, which allocates nothing, and their tensors are counted: 70 billion parameters take a second on a laptop.
+device, which allocates nothing, and their tensors are counted: 70 billion parameters take a second on a laptop. With
+`--rank` the real step runs there too, and its collectives are listed.
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mtmegatron.errors import UserError
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from mtmegatron.config.schema import Config, ModelConfig
-    from mtmegatron.mesh import Mesh
-    from mtmegatron.models.decoder import Decoder
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """State of the rank that holds most in a stage: parameters; bytes of weights, gradients and optimizer state."""
-
-    stage: int
-    layers: int
-    parameters: int
-    weights: int
-    gradients: int
-    optimizer: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
 
 
 def info_command(
@@ -39,32 +26,52 @@ def info_command(
     nproc: Annotated[
         int | None, typer.Option(help="Processes of the run; default: one data rank, or parallel.data.")
     ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="In place of the section `parallel`: `tensor=8,pipeline=16,data=32,zero=1`.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Show all that this rank holds and sends.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show parameters, FLOPs per token and bytes per rank of a run, without starting it.
 
-    Example: `mtm info configs/llama3-70b.yaml parallel.tensor=8 parallel.pipeline=4 train.precision=bf16`
+    Example: `mtm info configs/llama3-405b.yaml --layout "tensor=8,pipeline=16,data=32,zero=1" --rank 4095`
+
+    With `--rank`: its coordinates, its groups, its bytes by category, and the collectives and messages of a step.
     """
     from mtmegatron.config import check, load
     from mtmegatron.train.corpus import with_vocabulary
 
     loaded = with_vocabulary(load(config, overrides or []).config)
+    loaded = loaded if layout is None else laid_out(loaded, layout)
     p = loaded.parallel
-    facts = describe(check(loaded, nproc or p.tensor * p.pipeline * (p.data or 1)))
+    resolved = check(loaded, nproc or p.tensor * p.context * p.pipeline * (p.data or 1))
+    facts = describe(resolved) | ({} if rank is None else {"rank": describe_rank(resolved, rank)})
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
         _print_tables(facts)
 
 
+def laid_out(config: "Config", layout: str) -> "Config":
+    """The configuration with a section `parallel` of the settings in a text. Raises UserError."""
+    from mtmegatron.config.load import validate
+    from mtmegatron.verify.report import parse_layouts
+
+    settings = parse_layouts(layout)
+    if len(settings) != 1:
+        raise UserError(f"`--layout {layout}` is {len(settings)} layouts: give one, of key=value separated by commas")
+    return validate(config.model_dump() | {"parallel": settings[0]}, f"--layout {layout}")
+
+
 def describe(config: "Config") -> dict:
     """All that the command shows, of a resolved configuration: counts, FLOPs per token, bytes."""
     from mtmegatron.config.constraints import layout_of
     from mtmegatron.models.size import parameters, training_flops
+    from mtmegatron.plan.account import state_of
 
     model, layout = config.model, layout_of(config)
     training = training_flops(model, config.data.sequence)
-    stages = [stage_bytes(config, layout.stage * s) for s in range(layout.pipeline)]
+    stages = [state_of(config, layout.stage * s) for s in range(layout.pipeline)]
     return {
         "layout": layout.describe(),
         "precision": config.train.precision,
@@ -75,51 +82,32 @@ def describe(config: "Config") -> dict:
     }
 
 
+def describe_rank(config: "Config", rank: int) -> dict:
+    """A rank's account, and each kind of transfer of a step with its count. Raises UserError when there is no such rank."""
+    from mtmegatron.config.constraints import layout_of
+    from mtmegatron.plan.account import account
+    from mtmegatron.plan.collectives import step_counts
+
+    world = layout_of(config).world
+    if not 0 <= rank < world:
+        raise UserError(f"there is no rank {rank} of {world}: use --rank 0 to {world - 1}")
+    own = account(config, rank)
+    transfers = [asdict(kind) | {"count": count} for kind, count in step_counts(config, rank).items()]
+    return asdict(own) | {"total": own.total, "transfers": transfers}
+
+
 def parameters_by_kind(model: "ModelConfig") -> dict[str, int]:
     """Parameters of embedding, positions, attention, mlp, norms and head of the whole model."""
     from mtmegatron.config.constraints import resolve
     from mtmegatron.config.schema import Config
+    from mtmegatron.plan.account import on_meta
 
     counts: dict[str, int] = {}
-    for name, param in _on_meta(resolve(Config(model=model)), 0)[0][0].named_parameters():
+    for name, param in on_meta(resolve(Config(model=model)), 0)[0][0].named_parameters():
         parts = [part for part in name.split(".")[:-1] if part != "layers" and not part.isdigit()]
         kind = "norms" if parts[0].endswith("norm") else parts[0]
         counts[kind] = counts.get(kind, 0) + param.numel()
     return counts
-
-
-def stage_bytes(config: "Config", rank: int) -> StageBytes:
-    """The state of one rank. The first of a stage holds most: larger shares go to lower coordinates."""
-    from mtmegatron.optim.adamw import AdamW
-    from mtmegatron.parallel.data import Buckets
-    from mtmegatron.precision.types import TYPES
-
-    chunks, mesh = _on_meta(config, rank)
-    p, types = config.parallel, TYPES[config.train.precision]
-    names = {param: name for chunk in chunks for name, param in chunk.named_parameters()}
-    count = sum(param.numel() for param in names)
-    units = {unit: modules for chunk in chunks for unit, modules in chunk.units().items()}
-    buckets = Buckets(units, names, mesh, types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
-    states = AdamW(config.optimizer, buckets, types).states
-    own_master = types.master != types.compute  # else the master is the weight itself
-    return StageBytes(
-        mesh.coordinate("pipeline"), sum(len(chunk.layers) for chunk in chunks), count,
-        weights=sum((b.own_values if b.loose_values else b.values).nbytes for b in buckets.buckets),
-        gradients=sum((b.own_gradients if b.loose_gradients else b.gradients).nbytes for b in buckets.buckets),
-        optimizer=sum(t.nbytes for s in states for kind, t in s.tensors.items() if own_master or kind != "master"),
-    )  # fmt: skip
-
-
-def _on_meta(config: "Config", rank: int) -> tuple[list["Decoder"], "Mesh"]:
-    """A rank's part of the model, without memory, and its mesh, without processes."""
-    from mtmegatron.config.constraints import layout_of
-    from mtmegatron.layers.build import Build
-    from mtmegatron.mesh import Mesh
-    from mtmegatron.models.stages import build_chunks
-    from mtmegatron.precision.types import TYPES
-
-    mesh = Mesh(layout_of(config), rank, "meta")
-    return build_chunks(config, Build(mesh, TYPES[config.train.precision].compute)), mesh
 
 
 def _print_tables(facts: dict) -> None:
@@ -145,6 +133,37 @@ def _print_tables(facts: dict) -> None:
         f"{flops['forward']:.4g} forward, {flops['training']:.4g} training"
     )
     console.print(state)
+    if "rank" in facts:
+        _print_rank(facts["rank"], console)
+
+
+def _print_rank(own: dict, console: "Console") -> None:
+    from rich import box
+    from rich.table import Table
+
+    place = ", ".join(f"{axis} {i}" for axis, i in own["coordinates"].items())
+    groups = Table("group", box=box.SIMPLE, title=f"rank {own['rank']}: {place}")
+    for column in ("ranks", "place", "which"):
+        groups.add_column(column, justify="right")
+    for group in own["groups"]:
+        ranks = group["ranks"]
+        which = ", ".join(map(str, ranks[:4])) + (f", .. {ranks[-1]}" if len(ranks) > 4 else "")
+        groups.add_row(group["axis"], str(len(ranks)), str(group["place"]), which)
+    held = Table("held", "bytes", box=box.SIMPLE)
+    for kind in ("weights", "gradients", "optimizer"):
+        held.add_row(kind, readable_bytes(own["state"][kind]))
+    each = f"{own['live']:g} micro-batches x {readable_bytes(own['micro_batch'])}"
+    held.add_row(f"activations: {each}", readable_bytes(own["activations"]))
+    held.add_row("gathered weights, unreduced gradients", readable_bytes(own["gathered"]))
+    held.add_row("total", readable_bytes(own["total"]))
+    sent = Table("in", "axis", "operation", "type", box=box.SIMPLE, title="transfers of one step")
+    for column in ("count", "each", "per step"):
+        sent.add_column(column, justify="right")
+    for t in own["transfers"]:
+        sizes = f"{t['count']:,}", readable_bytes(t["bytes"]), readable_bytes(t["bytes"] * t["count"])
+        sent.add_row(t["when"], t["axis"], t["operation"], t["dtype"], *sizes)
+    for table in (groups, held, sent):
+        console.print(table)
 
 
 def readable_bytes(count: int) -> str:

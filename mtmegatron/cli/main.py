@@ -12,6 +12,7 @@ from mtmegatron.cli.data import data_app
 from mtmegatron.cli.generate import generate_command
 from mtmegatron.cli.info import info_command
 from mtmegatron.cli.quickstart import quickstart_command
+from mtmegatron.cli.schedule import schedule_command
 from mtmegatron.cli.train import train_command
 from mtmegatron.cli.verify import verify_command
 from mtmegatron.errors import UserError
@@ -26,6 +27,7 @@ app.command("generate")(generate_command)
 app.command("verify")(verify_command)
 app.command("config")(config_command)
 app.command("info")(info_command)
+app.command("schedule")(schedule_command)
 app.command("quickstart")(quickstart_command)
 
 

@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip"}
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip", "encodings", "pydoc_data"}
 PROMPTS = ("import os\n\n\ndef ", "class Node:\n    def __init__(self")
 
 

@@ -193,8 +193,12 @@ def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
         yield "`optimizer.min_lr` has no effect with `optimizer.decay: constant`: remove it"
     elif o.min_lr > o.lr:
         yield f"`optimizer.min_lr: {o.min_lr}` is above `optimizer.lr: {o.lr}`: swap them or lower it"
+    if train.timeline and train.timeline > train.steps:
+        yield f"`train.timeline: {train.timeline}` is after the last of `train.steps: {train.steps}`: use at most {train.steps}"
     if abs(sum(data.split) - 1.0) > 1e-6:
         yield f"`data.split` adds up to {sum(data.split):g}: make it 1"
+    if config.checkpoint.asynchronous and not config.checkpoint.every:
+        yield "`checkpoint.asynchronous` has no effect with `checkpoint.every: 0`, nothing is saved while training goes on: give checkpoint.every, or remove it"
 
 
 def layout_of(config: Config) -> Layout:

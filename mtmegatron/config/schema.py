@@ -103,6 +103,8 @@ class ParallelConfig(Section):
     """Gradients are reduced in buckets of about this size (MiB)."""
     overlap: bool = True
     """Reduce gradients while backward still runs, gather weights ahead of their use."""
+    shared_memory: bool = True
+    """Ranks of one host exchange through shared memory where the device is a CPU."""
 
 
 class RecomputeConfig(Section):
@@ -188,6 +190,8 @@ class CheckpointConfig(Section):
     """How many of the newest stay."""
     at_end: bool = True
     """Save after the last step."""
+    asynchronous: bool = False
+    """Write in the background while training goes on, from a copy in host memory."""
 
 
 class LogConfig(Section):
@@ -230,6 +234,8 @@ class TrainConfig(Section):
     """Weight of the squared log-partition function per token."""
     max_skipped: NonNegativeInt = 3
     """Steps in a row with a loss or gradient that is not finite, after which the run stops."""
+    timeline: PositiveInt | None = None
+    """Step whose pipeline actions are timed and drawn, to timeline.json and timeline.png in `folder`; default: none."""
     timeout: PositiveFloat = 600.0
     """Seconds after which a collective that does not complete is an error."""
 

@@ -102,8 +102,8 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) [T, R/2] of positions below `end`."""
         if self.table is None or self.table[0].shape[0] < end:
-            rows = torch.arange(2 * end, device=positions.device)
-            self.table = rope_table(rows, self.size, self.base, self.dtype, self.scaling)
+            cos, sin = rope_table(torch.arange(2 * end), self.size, self.base, self.dtype, self.scaling)
+            self.table = cos.to(positions.device), sin.to(positions.device)
         return self.table[0].index_select(0, positions), self.table[1].index_select(0, positions)
 
 

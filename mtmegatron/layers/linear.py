@@ -26,7 +26,7 @@ class Linear(nn.Module):
         super().__init__()
         sequence, many = build.layout.sequence, build.tensor.size > 1
         weight_split = {"columns": ((0, axis),), "rows": ((1, axis),), None: ()}[split]
-        copies = ("key_value_copies",) if axis == "key_value" else ()
+        copies = ("key_value_copies",) if axis == "key_value" and build.layout.size("key_value_copies") > 1 else ()
         summed = build.token_axes if split is None else GRADIENT_AXES + copies
         self.weight = build.parameter((outputs, inputs), Init(std), True, weight_split, summed)
         self.bias = None

@@ -131,7 +131,7 @@ class Bucket:
 
     def start_reduction(self, dtype: torch.dtype) -> None:
         if _exists(self.gradients) and self.reducing is None:
-            self.reducing = self.axis.start_reduce_scatter(self.gradients, dtype)
+            self.reducing = self.axis.start_reduce_scatter(self.gradients, dtype, out=None if self.loose_gradients else self.own_gradients)
 
     def finish_reduction(self) -> None:
         """Afterwards the own shard holds the sum of all that was added so far."""
@@ -141,8 +141,6 @@ class Bucket:
         if self.loose_gradients:
             self.own_gradients += part
             _release(self.gradients)
-        elif self.axis.size > 1:
-            self.own_gradients.copy_(part)
 
     def sum_copies(self) -> None:
         """The sum over groups that hold copies of the shard; for ZeRO 0 the whole gradient."""

@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mtmegatron.batch import Bounds
-from mtmegatron.mesh import Axis
+from mtmegatron.mesh import Axis, Pending
 from mtmegatron.ops.attention import attention_backward, attention_forward
 
 
@@ -110,31 +109,16 @@ class Ring:
 
     def visits(self, kv: Tensor) -> Iterator[tuple[list[Block], Tensor]]:
         for hop in range(self.axis.size):
-            arriving = self._start_shift(kv) if hop + 1 < self.axis.size else None
+            arriving = self.axis.start_shift(kv) if hop + 1 < self.axis.size else None
             yield self.plans[(self.axis.rank - hop) % self.axis.size], kv
-            kv = arriving() if arriving else kv
+            kv = arriving.wait() if arriving else kv
 
     def sums(self, kv: Tensor, gradient: Callable[[list[Block], Tensor], Tensor]) -> Tensor:
-        arriving: Callable[[], Tensor] | None = None
+        arriving: Pending | None = None
         for blocks, visiting in self.visits(kv):
             own = gradient(blocks, visiting)
-            arriving = self._start_shift(arriving().add_(own) if arriving else own)
-        return arriving()
-
-    def _start_shift(self, x: Tensor) -> Callable[[], Tensor]:
-        """Sends x to the next rank; the result waits until x has left and what the previous rank sends is here."""
-        ranks, here = self.axis.ranks, self.axis.rank
-        sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        send = dist.P2POp(dist.isend, sent, ranks[(here + 1) % len(ranks)], self.axis.group)
-        receive = dist.P2POp(dist.irecv, received, ranks[here - 1], self.axis.group)
-        works = dist.batch_isend_irecv([send, receive])
-
-        def arrived() -> Tensor:
-            for work in works:
-                work.wait()
-            return received
-
-        return arrived
+            arriving = self.axis.start_shift(arriving.wait().add_(own) if arriving else own)
+        return arriving.wait()
 
 
 def blockwise_attention(

@@ -23,6 +23,7 @@ from mtmegatron.models.stages import build_chunks
 from mtmegatron.optim.adamw import AdamW
 from mtmegatron.optim.schedule import learning_rate
 from mtmegatron.parallel.data import Buckets
+from mtmegatron.parallel.pipeline.record import Recorder
 from mtmegatron.parallel.pipeline.run import Run
 from mtmegatron.parallel.pipeline.schedule import Action, Plan, schedule
 from mtmegatron.placement import initialise
@@ -46,11 +47,14 @@ class StepResult:
 
 @dataclass
 class Engine:
-    """The model part, buckets and optimizer of one rank."""
+    """The model part, buckets and optimizer of one rank.
+
+    `read`: numbers of the device on the host, where a step waits for the device; a rank that is only described has none."""
 
     config: Config
     mesh: Mesh
     native_bf16: bool = True
+    read: Callable[[Tensor], list] = Tensor.tolist
 
     def __post_init__(self) -> None:
         config, mesh, p = self.config, self.mesh, self.config.parallel
@@ -79,26 +83,26 @@ class Engine:
         """Whether the loss is computed on this rank."""
         return any(chunk.last for chunk in self.chunks)
 
-    def step(self, batches: list[Batch], step: int) -> StepResult:
-        """Forward, backward and update with the micro-batches of this data rank."""
+    def step(self, batches: list[Batch], step: int, recorder: Recorder | None = None) -> StepResult:
+        """Forward, backward and update with the micro-batches of this data rank; `recorder` gets the times of the pipeline's actions."""
         lr = learning_rate(self.config.optimizer, self.config.train, step)
         tokens = self.count_tokens(batches)
-        loss, z_loss, norm = self.gradients(batches, tokens, step)
+        loss, z_loss, norm = self.gradients(batches, tokens, step, recorder)
         result = StepResult(loss, z_loss, norm, lr, tokens, self._fault(loss, norm, tokens))
         if not result.fault:
             clip = self.config.optimizer.clip
             self.optimizer.step(lr, clip / norm if clip and norm > clip else 1.0)
         return result
 
-    def gradients(self, batches: list[Batch], tokens: int, step: int = 0) -> tuple[float, float, float]:
+    def gradients(self, batches: list[Batch], tokens: int, step: int = 0, recorder: Recorder | None = None) -> tuple[float, float, float]:
         """Reduced gradients of one global batch in the buckets; returns (loss, z term, gradient norm)."""
         self.buckets.start()
         stages = _Training(self, batches, 1.0 / max(tokens, 1), step)
-        self._run(stages, training=True)
+        self._run(stages, training=True, recorder=recorder)
         self.buckets.finish()
         wide = torch.promote_types(self.types.gradient, torch.float32)
         numbers = torch.stack([*(x.to(wide) for x in stages.sums()), self.buckets.squared_norm().to(wide)])
-        loss, z_loss, squared = self.mesh.world.all_reduce(numbers).tolist()
+        loss, z_loss, squared = self.read(self.mesh.world.all_reduce(numbers))
         return loss / max(tokens, 1), z_loss / max(tokens, 1), math.sqrt(squared) if squared >= 0 else math.nan
 
     @torch.no_grad()
@@ -107,20 +111,20 @@ class Engine:
         tokens = self.count_tokens(batches)
         stages = _Training(self, batches, 1.0, None)
         self._run(stages, training=False)
-        loss, _ = self.mesh.world.all_reduce(torch.stack(stages.sums())).tolist()
+        loss, _ = self.read(self.mesh.world.all_reduce(torch.stack(stages.sums())))
         return loss, tokens
 
     def count_tokens(self, batches: list[Batch]) -> int:
         """Valid labels of the global batch."""
-        own = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-        return int(self.mesh["data", "context"].all_reduce(torch.tensor([own], device=self.mesh.device)).item())
+        own = torch.stack([(batch.labels != IGNORE).sum() for batch in batches]).sum().reshape(1)
+        return self.read(self.mesh["data", "context"].all_reduce(own))[0]
 
-    def _run(self, stages: "_Training", training: bool) -> None:
+    def _run(self, stages: "_Training", training: bool, recorder: Recorder | None = None) -> None:
         p = self.config.parallel
         plan = _plan(p.schedule, p.pipeline, p.chunks, len(stages.batches))
         if not training:
             plan = plan.forward_only(len(stages.batches))
-        Run(plan, stages, self.mesh["pipeline"], training).execute()
+        Run(plan, stages, self.mesh["pipeline"], training, recorder).execute()
 
     def _fault(self, loss: float, norm: float, tokens: int) -> str:
         if not tokens:

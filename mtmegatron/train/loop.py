@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mtmegatron.checkpoint.background import Background
 from mtmegatron.checkpoint.folder import Folder
 from mtmegatron.checkpoint.state import save
 from mtmegatron.config.constraints import check, layout_of
@@ -22,6 +23,7 @@ from mtmegatron.errors import UserError
 from mtmegatron.launch import report, start_group, stop_group
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.size import training_flops
+from mtmegatron.parallel.pipeline.record import Recorder
 from mtmegatron.process import Process
 from mtmegatron.train.corpus import Corpus, open_corpus, with_vocabulary
 from mtmegatron.train.engine import Engine, StepResult
@@ -29,6 +31,7 @@ from mtmegatron.train.metrics import Metrics, mfu, require_wandb
 from mtmegatron.train.picture import loss_picture
 from mtmegatron.train.progress import Progress
 from mtmegatron.train.resume import resume
+from mtmegatron.train.timeline import write_timeline
 
 
 def prepare(config: Config, world: int) -> tuple[Config, Corpus]:
@@ -47,7 +50,10 @@ def train(config: Config, process: Process) -> int:
         _check_fresh(config, process)
         device = choose_device(config.device, process.local_rank)
         store = start_group(process, device, config.train.timeout)
-        mesh = Mesh(layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1)
+        mesh = Mesh(
+            layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1,
+            shared=config.parallel.shared_memory,
+        )  # fmt: skip
         Loop(config, corpus, device, mesh, Engine(config, mesh, device.native_bf16_matmul)).run()
         return 0
     except BaseException as error:
@@ -80,19 +86,22 @@ class Loop:
         first = found or 0
         self.progress = Progress(config.train.steps, first, rank=rank)
         self.metrics = Metrics(Path(config.train.folder), config.log, first_step=first, rank=rank)
+        self.background = Background(self.folder, self.engine.optimizer, self.mesh, self.progress.say, self._saved)
         try:
-            self._announce([] if found is None else notes)
+            self._announce([] if found is None else notes + self._missed(first))
             for step in range(first, config.train.steps):
                 self._one_step(step)
             self._finish(first)
         finally:
+            self.background.close()
             self.metrics.close()
             self.progress.close()
 
     def _one_step(self, step: int) -> None:
         begin = time.perf_counter()
         batches = micro_batches(self.config, self.corpus.train, self.mesh, step)
-        result = self.engine.step(batches, step)
+        recorder = Recorder(self.mesh, self.device) if step + 1 == self.config.train.timeline else None
+        result = self.engine.step(batches, step, recorder)
         if result.fault:
             self._on_fault(step, result, batches)
         else:
@@ -101,9 +110,12 @@ class Loop:
         done = step + 1
         if done % self.config.log.every == 0 or result.fault or done == self.config.train.steps:
             self._log(done, result, time.perf_counter() - begin)
+        if recorder is not None:
+            self._timeline(done, recorder)
         every = self.config.train.eval_every
         if every and done % every == 0 and done != self.config.train.steps:
             self._evaluate(done)
+        self.background.poll()
         every = self.config.checkpoint.every
         if every and done % every == 0 and done != self.config.train.steps:
             self._save(done)
@@ -116,6 +128,7 @@ class Loop:
         self._evaluate(steps)
         if self.config.checkpoint.at_end:
             self._save(steps)
+        self.background.finish()
         if self.mesh.rank == 0:
             self.metrics.close()
             folder = Path(self.config.train.folder)
@@ -140,6 +153,13 @@ class Loop:
         self.metrics.write(step, values)
         self.progress.update(step, values)
 
+    def _timeline(self, step: int, recorder: Recorder) -> None:
+        pipelines = recorder.gather()
+        if self.mesh.rank == 0:
+            folder = Path(self.config.train.folder)
+            write_timeline(folder, step, pipelines)
+            self.progress.say(f"step {step}: the pipeline's actions are in {folder / 'timeline.json'} and timeline.png")
+
     def _evaluate(self, step: int) -> None:
         if self.corpus.valid is None:
             return
@@ -153,9 +173,16 @@ class Loop:
         self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,} tokens")
 
     def _save(self, step: int) -> None:
+        if self.config.checkpoint.asynchronous:
+            self.background.start(step, self._extra())
+            return
         begin = time.perf_counter()
         save(self.folder, step, self.engine.optimizer, self.mesh, self._extra())
-        self.progress.say(f"step {step}: checkpoint complete in {self.folder.path(step)} ({time.perf_counter() - begin:.1f} s)")
+        self._saved(step, time.perf_counter() - begin)
+
+    def _saved(self, step: int, seconds: float) -> None:
+        """A checkpoint exists; `seconds` after it was requested."""
+        self.progress.say(f"step {step}: checkpoint complete in {self.folder.path(step)} ({seconds:.1f} s)")
         if self.mesh.rank == 0:
             self.folder.prune(self.config.checkpoint.keep)
 
@@ -173,15 +200,25 @@ class Loop:
         text = f"step {step + 1} skipped: {result.fault}" + (f"; {where}" if where else "")
         self.progress.say(text)
         if self.skipped > self.config.train.max_skipped:
+            self.background.wait()  # the way back may need it
             raise UserError(
                 f"{text}\n{self.skipped} steps in a row were skipped (`train.max_skipped: {self.config.train.max_skipped}`): "
                 "lower the learning rate, look at the data of these steps, or go on from an earlier checkpoint"
             )
 
+    def _missed(self, first: int) -> list[str]:
+        """What was asked for at a step that lies before this start, and is not there."""
+        timeline = self.config.train.timeline
+        if not timeline or timeline > first or (Path(self.config.train.folder) / "timeline.json").exists():
+            return []
+        return [f"no timeline is recorded: `train.timeline: {timeline}` is before step {first + 1}, where this run goes on"]
+
     def _announce(self, notes: list[str]) -> None:
         config, layout = self.config, self.mesh.layout
         for note in notes:
             self.progress.say(note)
+        if self.mesh.not_shared:
+            self.progress.say(f"`parallel.shared_memory`: some ranks exchange over the network instead, which is slower: {self.mesh.not_shared}")
         if self.corpus.epochs > 1:
             self.progress.say(f"the corpus is shorter than the run: it is read {self.corpus.epochs} times, each time in another order")
         self.progress.say(

@@ -33,6 +33,7 @@ from mtmegatron.verify.pool import Pool
 # a small factor of that.
 FACTOR = 8.0
 STEPS = 3
+RECOMPUTE = ("parts", "every", "first")  # settings of a layout beside its mode of recomputation
 
 
 class RandomSamples:
@@ -120,13 +121,20 @@ def world_of(layout: dict[str, object]) -> int:
 
 def describe(layout: dict[str, object]) -> str:
     """A layout as a user writes it."""
-    return ",".join(f"{k}={v}" for k, v in layout.items()) or "serial"
+    return ",".join(f"{key}={spell(value)}" for key, value in layout.items()) or "serial"
+
+
+def spell(value: object) -> str:
+    """A value as a user writes it: `true`, `1+3` for a list."""
+    if isinstance(value, list):
+        return "+".join(map(spell, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def run_layout(rank: int, world: int, config: Config, layout: dict, precision: str, tensors: dict[str, dict[str, torch.Tensor]]) -> Trace:
     """One rank of one layout: the protocol's steps, with this rank's squared differences from the reference."""
     own = check(laid_out(config, layout, precision), world)
-    mesh = Mesh(layout_of(own), rank, connect=world > 1)
+    mesh = Mesh(layout_of(own), rank, connect=world > 1, shared=own.parallel.shared_memory)
     engine = Engine(own, mesh)
     load_state(engine, tensors["state"])
     trace = Trace()
@@ -151,11 +159,13 @@ def _rank(rank: int, world: int, config: Config, layout: dict, precision: str, p
 
 
 def laid_out(config: Config, layout: dict, precision: str) -> Config:
-    """The configuration under a layout (settings of `parallel`, `micro_batch`, `recompute`), in a precision. Raises UserError."""
+    """The configuration under a layout, in a precision. Raises UserError.
+
+    A layout is settings of `parallel`; `recompute`, which is its mode, with `parts`, `every` and `first`; and `micro_batch`."""
     tree = config.model_dump()
-    settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute")}
-    tree["recompute"] = {"mode": layout.get("recompute", "none")}
-    tree["parallel"] = {"bucket_mb": config.parallel.bucket_mb, "overlap": config.parallel.overlap} | settings
+    tree["recompute"] = {"mode": layout.get("recompute", "none")} | {key: layout[key] for key in RECOMPUTE if key in layout}
+    settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute", *RECOMPUTE)}
+    tree["parallel"] = {key: getattr(config.parallel, key) for key in ("bucket_mb", "overlap", "shared_memory")} | settings
     tree["train"] |= {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
     return validate(tree, f"layout {describe(layout)}")
 

@@ -218,7 +218,9 @@ RULES = [
     ({"optimizer": {"decay": "constant", "decay_length": 5}}, 1, "`optimizer.decay_length` has no effect"),
     ({"optimizer": {"decay": "constant", "min_lr": 1e-4}}, 1, "`optimizer.min_lr` has no effect"),
     ({"optimizer": {"min_lr": 1.0}}, 1, "is above `optimizer.lr: 0.01`"),
+    ({"train": {"timeline": 21}}, 1, "`train.timeline: 21` is after the last"),
     ({"data": {"split": [0.9, 0.2, 0.0]}}, 1, "`data.split` adds up to 1.1"),
+    ({"checkpoint": {"asynchronous": True}}, 1, "`checkpoint.asynchronous` has no effect"),
 ]
 
 

@@ -40,6 +40,7 @@ PUBLISHED = {
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
     "qwen2-0.5b": 494_032_768,
 }
 BIASES = {"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}

@@ -1,10 +1,12 @@
-"""Every layout computes what one process computes: loss, norm, each gradient, each weight after 3 steps (see mtmegatron/verify/protocol.py)."""
+"""Every layout computes what one process computes: loss, norm, each gradient, each weight after 3 steps (see
+mtmegatron/verify/protocol.py). Cases by hand, for what the generated cross product beside this file does not have:
+degrees of 4 and 6, other architectures and losses, unequal stages."""
 
 from functools import cache
 
 import pytest
 
-from mtmegatron.verify.protocol import compare, serial_reference
+from mtmegatron.verify.protocol import compare, describe, serial_reference
 from tests.tiny import GPT2, tiny
 
 MODELS = {
@@ -14,18 +16,15 @@ MODELS = {
     "packed": {"data": {"mask_documents": True}, "train": {"label_smoothing": 0.1, "z_loss": 1e-3}},
     "qwen": {"model": {"bias_qkv": True, "kv_heads": 1, "tied": True, "head_size": 8}},
 }
-LAYOUTS = [
-    {"tensor": 2}, {"tensor": 2, "sequence": False}, {"tensor": 4}, {"tensor": 4, "sequence": False}, {"data": 2}, {"data": 2, "zero": 1},
-    {"data": 4, "zero": 1, "micro_batch": 1}, {"data": 2, "overlap": False}, {"pipeline": 2}, {"pipeline": 2, "schedule": "gpipe"},
-    {"pipeline": 4, "micro_batch": 1}, {"pipeline": 2, "pipeline_layers": [1, 3], "micro_batch": 8}, {"pipeline": 6, "micro_batch": 1},
-    {"tensor": 2, "pipeline": 2}, {"tensor": 2, "data": 2, "zero": 1}, {"tensor": 2, "data": 2, "sequence": False, "zero": 1},
-    {"pipeline": 2, "data": 2, "zero": 1}, {"pipeline": 2, "data": 2}, {"tensor": 2, "pipeline": 2, "data": 2},
-    {"tensor": 2, "pipeline": 2, "data": 2, "zero": 1}, {"tensor": 4, "pipeline": 2}, {"tensor": 4, "data": 2, "zero": 1},
+CASES = [
+    ("llama", {"tensor": 4}), ("llama-tied", {"tensor": 4, "sequence": False}), ("llama", {"data": 4, "zero": 1, "micro_batch": 1}),
+    ("llama", {"pipeline": 2, "pipeline_layers": [1, 3], "micro_batch": 8}), ("llama-tied", {"pipeline": 6, "micro_batch": 1}),
+    ("llama", {"pipeline": 4, "schedule": "zb-h1", "micro_batch": 1}), ("llama-tied", {"pipeline": 3, "schedule": "zb-v", "micro_batch": 1}),
+    ("llama-tied", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 1}), ("llama", {"context": 4, "context_kind": "ring"}),
+    ("gpt2", {"tensor": 2, "pipeline": 2, "data": 2, "zero": 3}), ("gpt2", {"tensor": 4, "sequence": False}),
+    ("packed", {"tensor": 4, "sequence": False}), ("packed", {"context": 4, "zero": 3}), ("packed", {"tensor": 2, "pipeline": 2, "zero": 1}),
+    ("qwen", {"tensor": 4}), ("qwen", {"tensor": 2, "pipeline": 2, "zero": 1}), ("qwen", {"data": 4, "zero": 2, "micro_batch": 1}),
 ]  # fmt: skip
-FEW = [{"tensor": 2, "pipeline": 2, "data": 2, "zero": 1}, {"tensor": 4, "sequence": False, "pipeline": 2}, {"data": 4, "zero": 1, "micro_batch": 1}]
-CASES = [("llama", layout) for layout in LAYOUTS]
-CASES += [("llama-tied", layout) for layout in LAYOUTS if layout.get("pipeline", 1) > 1 or layout.get("tensor", 1) > 1]
-CASES += [(model, layout) for model in ("gpt2", "packed", "qwen") for layout in FEW]
 
 
 @cache
@@ -34,7 +33,7 @@ def reference(model: str):
 
 
 def name(value) -> str:
-    return value if isinstance(value, str) else ",".join(f"{k}={v}" for k, v in value.items()).replace(" ", "")
+    return value if isinstance(value, str) else describe(value)
 
 
 @pytest.mark.parametrize("model, layout", CASES, ids=name)

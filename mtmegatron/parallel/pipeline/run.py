@@ -1,7 +1,7 @@
 """Executes a plan: the actions of this rank, one after the other.
 
-Notable: the executor knows no schedule. Receives are posted when their action comes up and waited for by the computation that needs them; sends
-go out at once and are waited for at the end. Shapes come from the micro-batch itself, so they may differ between micro-batches.
+Notable: the executor knows no schedule. Receives are posted when their action comes up and waited for before the computation that needs them;
+sends go out at once and are waited for at the end. Shapes come from the micro-batch itself, so they may differ between micro-batches.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mtmegatron.mesh import Axis
+from mtmegatron.parallel.pipeline.record import Recorder
 from mtmegatron.parallel.pipeline.schedule import Action, Plan
 
 
@@ -45,6 +46,7 @@ class Run:
     stages: Stages
     axis: Axis
     training: bool = True
+    recorder: Recorder | None = None  # where the times of the actions go
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -58,14 +60,20 @@ class Run:
             "F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights,
             "SEND_F": self._send, "SEND_B": self._send, "RECV_F": self._receive, "RECV_B": self._receive,
         }  # fmt: skip
+        if self.recorder is not None:
+            self.recorder.start(self.plan)
         for action in self.plan.actions[rank]:
-            handlers[action.kind](action)
+            self._wait_for_message(action)
+            if self.recorder is None:
+                handlers[action.kind](action)
+            else:
+                self.recorder.time(handlers[action.kind], action)
         for work, _ in self.leaving:
             work.wait()
 
     def _forward(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
-        x = self._arrived("F", key, self.inputs)
+        x = self.inputs.get(key) if self.training else self.inputs.pop(key, None)
         if x is not None and self.training:
             x.requires_grad_()
         out = self.stages.forward(action.chunk, x, action.micro_batch)
@@ -75,7 +83,7 @@ class Run:
 
     def _backward(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
-        gradient, out, x = self._arrived("B", key, self.gradients), self.outputs.pop(key), self.inputs.pop(key, None)
+        gradient, out, x = self.gradients.pop(key, None), self.outputs.pop(key), self.inputs.pop(key, None)
         self.stages.backward_begins(action)
         torch.autograd.backward(out, gradient)
         self.stages.backward_ends(action)
@@ -100,20 +108,17 @@ class Run:
         key = (action.micro_batch, action.chunk)
         backward = action.kind == "SEND_B"
         value = (self.outputs.pop(key) if backward or not self.training else self.outputs[key]).detach().contiguous()
-        work = dist.isend(value, self.axis.ranks[action.peer], group=self.axis.group)
-        self.leaving.append((work, value))
+        self.leaving.append((self.axis.send(value, action.peer), value))
 
     def _receive(self, action: Action) -> None:
         target = self.inputs if action.kind == "RECV_F" else self.gradients
         buffer = self.stages.empty(action.micro_batch)
         target[action.micro_batch, action.chunk] = buffer
-        work = dist.irecv(buffer, self.axis.ranks[action.peer], group=self.axis.group)
-        self.arriving[action.kind[-1], action.micro_batch, action.chunk] = work
+        self.arriving[action.kind[-1], action.micro_batch, action.chunk] = self.axis.receive(buffer, action.peer)
 
-    def _arrived(self, kind: str, key: tuple[int, int], values: dict) -> Tensor | None:
-        work = self.arriving.pop((kind, *key), None)
+    def _wait_for_message(self, action: Action) -> None:
+        """Waits until what a computation takes from another rank is in its buffer."""
+        letter = {"F": "F", "B": "B", "I": "B"}.get(action.kind)
+        work = self.arriving.pop((letter, action.micro_batch, action.chunk), None)
         if work is not None:
             work.wait()
-        if kind == "F":
-            return values.get(key) if self.training else values.pop(key, None)
-        return values.pop(key, None)
