@@ -44,8 +44,8 @@ class Bounds:
 class Batch:
     """One micro-batch on this rank.
 
-    Shapes: tokens, labels, positions, numbers: T (int64). A label of IGNORE takes no part in the loss. `numbers`: each token's place in the
-    global batch of its step, the same in every layout; dropout is drawn from it.
+    Shapes: tokens, labels, positions, numbers: T (int64). A label of IGNORE takes no part in the loss. `numbers`: the place of each token in its
+    step's whole batch, the same in every layout; dropout is drawn from it.
     """
 
     tokens: torch.Tensor
