@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -34,7 +34,7 @@ from mtmegatron.device import Device
 from mtmegatron.errors import UserError
 from mtmegatron.process import LOOPBACK, Process, find_process
 
-__all__ = ["Process", "find_process", "launch", "report", "start_group", "stop_group"]
+__all__ = ["Process", "find_process", "launch", "leave", "report", "start_group", "stop_group"]
 
 USER_FAULT = 2  # exit code of a fault that the user can repair
 # Texts of errors of a rank whose peer went away: true, but never the cause.
@@ -65,6 +65,20 @@ def stop_group() -> None:
     """Leave the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def leave(process: Process, code: int) -> NoReturn:
+    """Leave the group and end this process of a run, after everything was written, closed and said.
+
+    One of several goes at once, with its group as it is: tearing down the collective library's threads has been seen to
+    abort a process whose work was done.
+    """
+    if process.world == 1:
+        stop_group()
+        raise SystemExit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _meet(process: Process, timeout: timedelta) -> dist.Store:

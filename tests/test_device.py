@@ -52,7 +52,7 @@ def test_cpu_memory_peak_holds_what_was_freed_until_reset() -> None:
     CPU.memory_reset_peak()
     before = CPU.memory_peak()
     block = mmap.mmap(-1, size)  # straight from the system: what torch allocates may lie in memory that was freed before
-    block.write(b"1" * size)
+    torch.frombuffer(block, dtype=torch.uint8).fill_(1)
     slack = 8 << 20  # other threads and the allocator's own pages
     assert before + size - slack < CPU.memory_now() <= CPU.memory_peak()
     block.close()

@@ -49,7 +49,7 @@ def generate_command(
     Generation ends at the end-of-document token, at a --stop text or a --stop-id (none of them is printed), or after
     --max-new-tokens.
     """
-    from mtmegatron.launch import report
+    from mtmegatron.launch import leave, report
     from mtmegatron.process import find_process
 
     process = find_process(os.environ)
@@ -57,7 +57,7 @@ def generate_command(
         code = _generate(ctx.params, process)
     except Exception as error:
         code = report(process, error)
-    raise SystemExit(code)
+    leave(process, code)
 
 
 @dataclass
@@ -120,7 +120,7 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
     """Generates as one process; the first one prints. The exit code."""
     from mtmegatron.config.constraints import layout_of
     from mtmegatron.device import choose_device
-    from mtmegatron.launch import report, start_group, stop_group
+    from mtmegatron.launch import report, start_group
     from mtmegatron.mesh import Mesh
     from mtmegatron.models.generation import generate, load_model
 
@@ -137,8 +137,6 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
         return 0
     except Exception as error:
         return report(process, error, meeting)
-    finally:
-        stop_group()
 
 
 def show(request: Request, new: list[list[int]], as_json: bool) -> None:

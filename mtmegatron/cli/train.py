@@ -28,9 +28,10 @@ def train_command(
     process = find_process(os.environ)
     loaded = load(config, overrides or [])
     if process.world > 1 or process.origin == "torchrun" or nproc == 1:
+        from mtmegatron.launch import leave
         from mtmegatron.train.loop import train
 
-        raise SystemExit(train(loaded.config, process))
+        leave(process, train(loaded.config, process))
     from mtmegatron.launch import launch
     from mtmegatron.train.loop import prepare
 

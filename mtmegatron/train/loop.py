@@ -20,7 +20,7 @@ from mtmegatron.config.schema import Config
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.device import Device, choose_device
 from mtmegatron.errors import UserError
-from mtmegatron.launch import report, start_group, stop_group
+from mtmegatron.launch import report, start_group
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.size import training_flops
 from mtmegatron.parallel.pipeline.record import Recorder
@@ -43,7 +43,7 @@ def prepare(config: Config, world: int) -> tuple[Config, Corpus]:
 
 
 def train(config: Config, process: Process) -> int:
-    """Trains in this process, one of `process.world`; says what went wrong and returns the exit code."""
+    """Trains in this process, one of `process.world`; says what went wrong and returns the exit code. `launch.leave` comes next."""
     store = None
     try:
         config, corpus = prepare(config, process.world)
@@ -58,8 +58,6 @@ def train(config: Config, process: Process) -> int:
         return 0
     except BaseException as error:
         return report(process, error, store)
-    finally:
-        stop_group()
 
 
 @dataclass
