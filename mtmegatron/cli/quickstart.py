@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__", "ensurepip", "encodings", "pydoc_data"}
-PROMPTS = ("import os\n\n\ndef ", "class Node:\n    def __init__(self")
+PROMPTS = ("import os\nimport sys\n\n\ndef", "class Node:\n    def __init__(self")
 
 
 def quickstart_command(
@@ -42,7 +42,7 @@ def quickstart_command(
         raise SystemExit(code)
     print(score(Path(settings.train.folder), Path(settings.data.valid), valid_files), flush=True)
     prompts = [part for prompt in PROMPTS for part in ("--prompt", prompt)]
-    raise SystemExit(subprocess.call([*mtm, "generate", settings.train.folder, *prompts, "--max-new-tokens", "96", "--temperature", "0.6"]))
+    raise SystemExit(subprocess.call([*mtm, "generate", settings.train.folder, *prompts, "--max-new-tokens", "96", "--temperature", "0.5"]))
 
 
 def collect() -> list[Path]:
