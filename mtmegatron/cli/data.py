@@ -1,4 +1,4 @@
-"""`mtm data prepare`: text in, `.bin/.idx` out. `mtm data tokenizer`: a BPE tokenizer trained on text."""
+"""`mtm data prepare`: text in, `.bin/.idx` out. `mtm data merge`: several into one. `mtm data tokenizer`: a BPE tokenizer trained on text."""
 
 from pathlib import Path
 from typing import Annotated
@@ -35,6 +35,21 @@ def prepare_command(
         print(f"{out.prefix}.bin: {out.documents:,} documents, {out.tokens:,} tokens" + (f", {out.empty:,} empty skipped" if out.empty else ""))
     if summary.malformed:
         print(f"{summary.malformed:,} malformed records skipped, the first: {'; '.join(summary.faults)}")
+
+
+@data_app.command("merge")
+def merge_command(
+    inputs: Annotated[list[str], typer.Argument(help="Prefixes of .bin/.idx pairs.")],
+    output: Annotated[str, typer.Option(help="Prefix of the pair to write.")],
+) -> None:
+    """Lay corpora end to end in one.
+
+    Example: `mtm data merge data/a data/b --output data/both`
+    """
+    from mtmegatron.data.indexed import merge
+
+    made = merge(inputs, output)
+    print(f"{output}.bin: {made.documents:,} documents, {made.tokens:,} tokens")
 
 
 @data_app.command("tokenizer")

@@ -13,7 +13,7 @@ from mtmegatron.data.prepare import prepare
 from tests.cli.mtm import mtm
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "data prepare", "data tokenizer", "generate", "verify", "config", "info", "quickstart")
+COMMANDS = ("train", "data prepare", "data merge", "data tokenizer", "generate", "verify", "config", "info", "schedule", "quickstart")
 TINY = "configs/tiny.yaml"
 
 
@@ -41,6 +41,11 @@ def test_help_shows_an_example_of_the_command(command):
     assert result.code == 0
     text = " ".join(result.out.split())
     assert f"Example: mtm {command}" in text
+
+
+def test_merge_lays_corpora_end_to_end(folder):
+    made = mtm("data", "merge", "runs/tiny/data/docs", "runs/tiny/data/docs", "--output", "twice")
+    assert made.code == 0 and "twice.bin: 16 documents" in made.out
 
 
 def test_help_needs_no_torch():
