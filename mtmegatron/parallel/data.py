@@ -116,9 +116,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Gradients of the last step go."""
-        self.own_gradients.zero_()
-        if not self.loose_gradients:
-            self.gradients.zero_()
+        (self.own_gradients if self.loose_gradients else self.gradients).zero_()
 
     def expect_gradients(self) -> None:
         """Something is about to be added to the sums: the buffer has to exist."""

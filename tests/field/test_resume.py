@@ -359,18 +359,17 @@ def test_p40_the_loss_after_a_load_is_that_before_the_save(finished, tmp_path):
 # ---- early saves ----
 
 
+def save_as(engine, step, folder):
+    """The engine's state as the checkpoint of a step."""
+    save(Folder(folder / "checkpoints"), step, engine.optimizer, engine.mesh, {"config": engine.config.model_dump(mode="json")})
+
+
 def test_c17_a_checkpoint_of_step_zero_is_loaded(tmp_path):
     config = tiny(RUN)
     engine = engine_of(config, {}, precision="fp32")
     with torch.no_grad():
         engine.model.norm.weight.fill_(1.5)  # as weights that came from elsewhere
-    save(
-        Folder(tmp_path / "checkpoints"),
-        0,
-        engine.optimizer,
-        engine.mesh,
-        {"config": engine.config.model_dump(mode="json")},
-    )
+    save_as(engine, 0, tmp_path)
     other, step = resumed(config, tmp_path)
     assert step == 0 and other.optimizer.updates == 0 and (other.model.norm.weight == 1.5).all()
     assert other.step(batches(other, 0), 0) == engine.step(batches(engine, 0), 0)
@@ -383,13 +382,7 @@ def test_c17_a_checkpoint_before_the_first_good_step_is_loaded(tmp_path):
     for batch in mine:
         batch.labels.fill_(-100)
     assert engine.step(mine, 0).fault and engine.optimizer.updates == 0
-    save(
-        Folder(tmp_path / "checkpoints"),
-        1,
-        engine.optimizer,
-        engine.mesh,
-        {"config": engine.config.model_dump(mode="json")},
-    )
+    save_as(engine, 1, tmp_path)
     other, step = resumed(config, tmp_path)
     assert step == 1 and other.optimizer.updates == 0
     assert other.step(batches(other, 1), 1) == engine.step(batches(engine, 1), 1)
