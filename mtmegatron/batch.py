@@ -45,7 +45,8 @@ class Batch:
     """One micro-batch on this rank.
 
     Shapes: tokens, labels, positions, numbers: T (int64). A label of IGNORE takes no part in the loss. `numbers`: the place of each token in its
-    step's whole batch, the same in every layout; dropout is drawn from it.
+    step's whole batch, the same in every layout; dropout is drawn from it. `ahead_tokens`, `ahead_labels`: [depth, T], for multi-token prediction:
+    row k - 1 has for place i of a sequence t_{i+k}, and t_{i+k+1} or IGNORE.
     """
 
     tokens: torch.Tensor
@@ -53,3 +54,5 @@ class Batch:
     positions: torch.Tensor
     bounds: Bounds
     numbers: torch.Tensor | None = None
+    ahead_tokens: torch.Tensor | None = None
+    ahead_labels: torch.Tensor | None = None

@@ -91,6 +91,10 @@ class Device:
         host = _KINDS["cpu"].backend
         return host if self.type == "cpu" else f"cpu:{host},{self.type}:{self.backend}"
 
+    def take_one_thread(self) -> None:
+        """Operators of this process on the host run in one thread, so that how threads share the work changes no sum."""
+        torch.set_num_threads(1)
+
     # --- what it can do ---
 
     @property
@@ -156,6 +160,10 @@ class Device:
             self._call("set_device", self.index)
 
     # --- memory, in bytes ---
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Uninitialised bytes on the host, pinned where the device reads them by itself, beside its work."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.type != "cpu")
 
     def memory_now(self) -> int:
         """Allocated tensors on a device; resident memory of this process on a CPU."""

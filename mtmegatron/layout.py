@@ -5,7 +5,8 @@ pipeline. Two further views of the same ranks are just more pairs:
 
 - `key_value` and `key_value_copies` cut the tensor axis when there are fewer key/value heads than tensor ranks;
 - `ulysses` and `ring` cut the context axis, `data_shards` and `data_copies` the data axis (hybrid sharding);
-- `ends` joins the first and the last pipeline stage, which both hold a tied embedding table.
+- `ends` joins the first and the last pipeline stage, which both hold a tied embedding table;
+- `expert_tensor`, `expert` and `expert_data` cut the ranks of a stage anew, whatever tensor, context and data are: experts have a layout of their own.
 
 A group is the set of ranks reached by moving along some axes, so a parameter says everything about its gradient with axis names alone.
 """
@@ -34,7 +35,8 @@ class Layout:
 
     `sequence`: between the tensor-parallel blocks each tensor rank holds its part of the tokens.
     `key_value`: into how many parts the key/value heads are cut; the tensor degree, or fewer. `ulysses`: the part of the context degree that
-    exchanges heads. `shards`: data ranks that share one sharded copy of the state; default: all.
+    exchanges heads. `shards`: data ranks that share one sharded copy of the state; default: all. `expert`: ranks that share the experts of a block;
+    0: the model has none. `expert_tensor`: ranks that share the matrices of an expert.
     """
 
     tensor: int = 1
@@ -45,6 +47,8 @@ class Layout:
     key_value: int = 0
     ulysses: int = 1
     shards: int = 0
+    expert: int = 0
+    expert_tensor: int = 1
 
     @property
     def stage(self) -> int:
@@ -59,11 +63,12 @@ class Layout:
     def axes(self) -> dict[str, LayoutAxis]:
         t, c, d, p = self.tensor, self.context, self.data, self.pipeline
         parts, u, shards = self.key_value or t, self.ulysses, self.shards or d
-        last = self.stage * max(p - 1, 1)
+        last, e, et = self.stage * max(p - 1, 1), max(self.expert, 1), self.expert_tensor
         table = [
             ("tensor", 1, t), ("context", t, c), ("data", t * c, d), ("pipeline", self.stage, p),
             ("ulysses", t, u), ("ring", t * u, c // u), ("data_shards", t * c, shards), ("data_copies", t * c * shards, d // shards),
             ("key_value", t // parts, parts), ("key_value_copies", 1, t // parts), ("ends", last, min(p, 2)),
+            ("expert_tensor", 1, et), ("expert", et, e), ("expert_data", et * e, self.stage // (et * e)),
         ]  # fmt: skip
         return {name: LayoutAxis(name, stride, size) for name, stride, size in table}
 
@@ -86,6 +91,7 @@ class Layout:
     def describe(self) -> str:
         """One line, as a user would write it: `tensor=2,pipeline=2`."""
         degrees = [("tensor", self.tensor), ("context", self.context), ("pipeline", self.pipeline), ("data", self.data)]
+        degrees += [("expert", self.expert), ("expert_tensor", self.expert_tensor)]
         return ",".join(f"{name}={size}" for name, size in degrees if size > 1) or "serial"
 
 

@@ -4,7 +4,7 @@ Notable:
 - an axis of size 1 has no group and its collectives return their input: serial code is parallel code with sizes 1;
 - where the backend leaves the order of a sum open (Gloo), a reduce-scatter is an all-to-all and a sum in rank order, in fp32 for 16-bit
   inputs: deterministic, independent of how tensors are packed into buckets, and faster than Gloo's own;
-- ranks of one host on a CPU exchange through shared memory (`shared_memory.py`), with the bits that Gloo's way gives;
+- ranks of one host on a CPU exchange through shared memory (`shared_memory.py`, `shared_messages.py`), with the bits that Gloo's way gives;
 - all groups are made at once, in one order on all ranks, by their members alone;
 - `Mesh(layout, rank)` without processes serves to build and describe any rank of any layout alone.
 """
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mtmegatron import shared_memory
+from mtmegatron import shared_connect
 from mtmegatron.layout import Layout
 from mtmegatron.shared_memory import Channel, Exchange, Ongoing
+from mtmegatron.shared_messages import Arrival, Line
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 # every set of axes that something communicates over; made in this order on every rank
@@ -25,10 +26,12 @@ GROUPS = (
     ("tensor",), ("context",), ("ulysses",), ("ring",), ("data",), ("data_copies",), ("pipeline",), ("data", "context"),
     ("data_shards", "context"), ("data_shards", "context", "tensor"), ("data_shards", "context", "key_value_copies"),
     ("data_shards", "context", "ends"), ("data", "context", "tensor", "pipeline"),
+    ("expert",), ("expert_tensor",), ("expert_data",), ("expert", "expert_tensor"), ("context", "tensor"),
 )  # fmt: skip
 # torch 2.13 renamed two collectives; the names before work from 2.11 on
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+EXPERTS = GROUPS[-5:]  # those that only a model with experts needs
 SMALL = 1 << 15  # elements below which a sum is gathered whole rather than scattered: latency decides there
 
 
@@ -36,7 +39,7 @@ SMALL = 1 << 15  # elements below which a sum is gathered whole rather than scat
 class Pending:
     """A collective under way; `wait` returns its result. The work holds its buffers until then."""
 
-    work: dist.Work | Ongoing | None
+    work: dist.Work | Ongoing | Arrival | None
     finish: Callable[[], torch.Tensor]
 
     def wait(self) -> torch.Tensor:
@@ -53,10 +56,11 @@ class Axis:
     """
 
     def __init__(
-        self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool, channel: Channel | None = None
+        self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool, channel: Channel | None = None,
+        lines: dict[int, Line] | None = None,
     ):  # fmt: skip
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.group, self._ordered, self._channel = group, ordered_sum, channel
+        self.group, self._ordered, self._channel, self._lines = group, ordered_sum, channel, lines or {}
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum, max or min over the axis, in place; the same bits on every rank."""
@@ -92,6 +96,19 @@ class Axis:
             return self._exchange("all-to-all", x.view(self.size, -1), result.view(self.size, -1), result, later=False).wait()
         dist.all_to_all_single(result, x, group=self.group)
         return result
+
+    def start_all_to_all_rows(self, x: torch.Tensor, send: list[int], receive: list[int]) -> Pending:
+        """Of the rows of x, end to end, `send[i]` go to rank i; the result is the `receive[i]` rows that rank i has for this one, in rank order.
+
+        A part without rows travels as one row that nobody looks at: not every backend carries nothing."""
+        if self.size == 1:
+            return Pending(None, lambda: x)
+        parts = [part if n else x.new_zeros(1, *x.shape[1:]) for part, n in zip(x.split(send), send)]
+        sent = x.contiguous() if all(send) else torch.cat(parts)
+        legs = [max(n, 1) for n in receive]
+        received = x.new_empty(sum(legs), *x.shape[1:])
+        work = dist.all_to_all_single(received, sent, legs, [max(n, 1) for n in send], group=self.group, async_op=True)
+        return Pending(work, lambda: received if all(receive) else torch.cat([part[:n] for part, n in zip(received.split(legs), receive)]))
 
     def start_all_reduce(self, x: torch.Tensor) -> Pending:
         """Sum over the axis, in place once waited for."""
@@ -159,13 +176,20 @@ class Axis:
         complete = self._channel.start(exchange) if later else self._channel.run(exchange)
         return Pending(complete, lambda: result)
 
-    def send(self, x: torch.Tensor, to: int) -> dist.Work:
-        """Begins to send a contiguous tensor to place `to` of the axis; it may not change before the work is waited for."""
-        return dist.isend(x, self.ranks[to], group=self.group)
+    def send(self, x: torch.Tensor, to: int) -> Pending:
+        """Begins to send a contiguous tensor to place `to` of the axis; it may not change before it is waited for."""
+        line = self._lines.get(self.ranks[to])
+        if line is not None and line.send(x.detach().view(-1)):
+            return Pending(None, lambda: x)
+        return Pending(dist.isend(x, self.ranks[to], group=self.group), lambda: x)
 
-    def receive(self, buffer: torch.Tensor, source: int) -> dist.Work:
+    def receive(self, buffer: torch.Tensor, source: int) -> Pending:
         """Begins to fill a buffer with what place `source` of the axis sends. Between two places messages keep their order."""
-        return dist.irecv(buffer, self.ranks[source], group=self.group)
+        rank = self.ranks[source]
+        line = self._lines.get(rank)
+        if line is not None:
+            return Pending(line.receive(buffer.view(-1), lambda: dist.recv(buffer, rank, group=self.group)), lambda: buffer)
+        return Pending(dist.irecv(buffer, rank, group=self.group), lambda: buffer)
 
     def start_shift(self, x: torch.Tensor) -> Pending:
         """Sends x to the next place, round the end; the result is what the place before sends, and waits until x has left too."""
@@ -189,8 +213,8 @@ class Axis:
 
 
 def _ordered_sum(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Sum over dim 0 in index order; 16-bit inputs are summed in fp32 and rounded once, to `dtype`."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
+    """Sum over dim 0 in index order; 16-bit floats are summed in fp32 and rounded once, to `dtype`."""
+    wide = torch.promote_types(parts.dtype, torch.float32) if parts.dtype.is_floating_point else parts.dtype
     total = torch.add(parts[0].to(wide), parts[1].to(wide))
     for part in parts[2:]:
         total += part
@@ -204,6 +228,16 @@ def _group(ranks: tuple[int, ...], world: int) -> dist.ProcessGroup:
 def _timeout() -> float:
     """Seconds that a collective of the default group may take."""
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def _share(groups: list[tuple[int, ...]], chain: tuple[int, ...], rank: int) -> tuple[dict[tuple[int, ...], Channel], dict[int, Line], str]:
+    """(channels of the groups that share memory, lines to neighbours in the chain by their rank, why there are fewer than there should be)."""
+    at = chain.index(rank)
+    neighbours = {chain[at - 1], chain[(at + 1) % len(chain)]} - {rank}
+    pairs = {other: (max(rank, other), min(rank, other)) for other in neighbours}  # falling, as no group is
+    sections, peers, why = shared_connect.connect([*groups, *pairs.values()], rank)
+    channels = {ranks: Channel(ranks, rank, sections[ranks], peers, _timeout()) for ranks in groups if ranks in sections}
+    return channels, {other: Line(rank, other, sections[pair], peers, _timeout()) for other, pair in pairs.items() if pair in sections}, why
 
 
 class Mesh:
@@ -222,16 +256,18 @@ class Mesh:
         for ranks in members.values():
             if ranks not in made:
                 made[ranks] = _group(ranks, layout.world) if connect and len(ranks) > 1 else None
-        channels: dict[tuple[int, ...], Channel] = {}
-        self.not_shared = ""  # why ranks of this host that should exchange through shared memory do not
+        channels, lines, self.not_shared = {}, {}, ""  # why ranks of this host that should exchange through shared memory do not
         if connect and shared and ordered_sum and self.device.type == "cpu":
-            channels, self.not_shared = shared_memory.connect([ranks for ranks in made if len(ranks) > 1], rank, _timeout())
+            channels, lines, self.not_shared = _share([ranks for ranks in made if len(ranks) > 1], members[("pipeline",)], rank)
         for names, ranks in members.items():
             more = {"channel": channels[ranks]} if ranks in channels else {}
+            more |= {"lines": lines} if names == ("pipeline",) and lines else {}
             self._axes[names] = axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum, **more)
 
     def _present(self, names: tuple[str, ...]) -> bool:
-        """`ends` exists on the first and the last stage alone."""
+        """`ends` exists on the first and the last stage alone, the groups of experts where the model has some."""
+        if names in EXPERTS and not self.layout.expert:
+            return False
         stage = self.layout.coordinate(self.rank, "pipeline")
         return "ends" not in names or stage in (0, self.layout.pipeline - 1)
 

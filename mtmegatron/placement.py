@@ -8,6 +8,8 @@ says any of it. Three kinds of axes describe a parameter on the ranks of its sta
   `ends` for a tied table on the first and the last stage);
 - all others: copies that already have equal gradients, of which coordinate 0 counts.
 
+Experts divide the ranks of a stage in another way: split over `expert` and `expert_tensor`, summed over `expert_data`, they have no copies.
+
 The first value of a parameter is drawn from (seed, name) for the whole tensor and then cut, so it does not depend on the layout.
 """
 
@@ -58,6 +60,8 @@ class Placement:
     def copies(self) -> tuple[str, ...]:
         """Axes along which ranks hold the same part and have the same gradient already; only coordinate 0 counts in sums over all ranks."""
         moved = {axis for _, axis in self.split} | set(self.summed)
+        if "expert_data" in moved:
+            return ()
         if "key_value" in moved:
             moved.add("tensor")  # cut in two axes: the split one and the summed one
         return tuple(axis for axis in STAGE_AXES if axis not in moved)

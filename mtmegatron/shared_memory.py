@@ -14,18 +14,16 @@ Notable:
 
 import mmap
 import os
-import platform
 import secrets
 import select
 import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 LINE = 64  # bytes: a cache line; what one rank writes and another polls has one of its own
@@ -64,11 +62,11 @@ class Arena:
         return arena
 
     @classmethod
-    def open(cls, card: "Card") -> "Arena":
+    def open(cls, pid: int, fd: int, token: bytes, sections: int) -> "Arena":
         """The arena of another process of this host. Raises OSError or ValueError where that is not possible."""
-        arena = cls(os.open(f"/proc/{card.pid}/fd/{card.fd}", os.O_RDWR), len(card.sections))
-        if arena.memory[:TOKEN] != card.token:
-            raise OSError(f"descriptor {card.fd} of process {card.pid} is another file")
+        arena = cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), sections)
+        if arena.memory[:TOKEN] != token:
+            raise OSError(f"descriptor {fd} of process {pid} is another file")
         return arena
 
     def grow(self, section: int, slot: int) -> bool:
@@ -178,6 +176,31 @@ class Peers:
         ended = {fd for fd, _ in poll.poll(0)}
         return {rank for rank, fd in self.descriptors.items() if fd in ended}
 
+    def check(self, what: str, ended: set[int], late: list[int], waited: float, timeout: float) -> None:
+        """Raises RuntimeError when a rank that is waited for is gone, or does not come in time."""
+        if lost := sorted(ended.intersection(late)):
+            gone = f"rank {lost[0]} (process {self.pids[lost[0]]}) is gone"
+            raise RuntimeError(f"shared memory: {what}: connection closed by peer: {gone}")
+        if waited > timeout:
+            raise RuntimeError(f"shared memory: {what}: ranks {', '.join(map(str, late))} did not come within {timeout:.0f} s")
+
+
+def wait_until(ready: Callable[[], bool], check: Callable[[float], None], patient: bool) -> None:
+    """Polls, yields, then sleeps until it is ready; while it sleeps it calls `check(seconds waited)` now and then."""
+    spins = 1 if patient else SPINS
+    for attempt in range(spins + YIELDS):
+        if ready():
+            return
+        if attempt >= spins:
+            os.sched_yield()
+    begin = checked = time.monotonic()
+    while not ready():
+        time.sleep(NAP)
+        now = time.monotonic()
+        if now > checked + CHECK:
+            check(now - begin)
+            checked = now
+
 
 class Channel:
     """The collectives of one group. All its ranks begin the same ones in the same order, and wait for them in the same order."""
@@ -187,12 +210,12 @@ class Channel:
         self.timeout, self._peers = timeout, peers
         self._own = sections[rank]
         self._others = {place: sections[r] for place, r in enumerate(ranks) if r != rank}
-        self._free = list(range(FIRST_SLOTS))
+        self._free = deque(range(FIRST_SLOTS))
         self._held: deque[int] = deque()  # slots of the pieces that some peer has yet to take, oldest first
         self._begun: deque[Exchange] = deque()  # not complete, oldest first
         self._unposted: deque[tuple[Exchange, int]] = deque()  # with the number of the first piece that is left
         self._posted = self._taken = self._promised = 0  # pieces
-        weakref.finalize(self, _close, self._own.words, os.getpid())
+        weakref.finalize(self, close, self._own.words, os.getpid())
 
     def start(self, exchange: Exchange) -> "Ongoing":
         """Begins. Until it is waited for, its tensors may not be used for anything else."""
@@ -252,14 +275,14 @@ class Channel:
             self._own.words[POSTED] = self._posted  # last: whoever sees it sees all of the above
 
     def _room(self) -> int | None:
-        """A free slot, the one used last first: it is still in the cache."""
+        """A free slot, the one used longest ago: what a peer has just read lies in its cache, and writing there costs more than twice the time."""
         if self._held:
             unread = self._posted - min(section.words[TAKEN] for section in self._others.values())
             while len(self._held) > unread:
                 self._free.append(self._held.popleft())
         if not self._free and self._own.grow():
             self._free.append(self._own.slots - 1)
-        return self._free.pop() if self._free else None
+        return self._free.popleft() if self._free else None
 
     def _missing(self) -> list[int]:
         """The ranks that have not posted the next piece; else those that keep this rank from posting it."""
@@ -277,29 +300,12 @@ class Channel:
 
     def _wait(self, exchange: Exchange) -> None:
         """Until all ranks have posted the next piece. Raises RuntimeError when a peer is gone, or does not come in time."""
-        spins = 1 if self._peers.patient else SPINS
-        for attempt in range(spins + YIELDS):
-            if self._ready():
-                return
-            if attempt >= spins:
-                os.sched_yield()
-        begin = checked = time.monotonic()
-        while not self._ready():
-            time.sleep(NAP)
-            now = time.monotonic()
-            if now > checked + CHECK:
-                self._check(exchange, now - begin)
-                checked = now
+        wait_until(self._ready, lambda waited: self._check(exchange, waited), self._peers.patient)
 
     def _check(self, exchange: Exchange, waited: float) -> None:
         ended = self._peers.ended() | {self.ranks[p] for p, section in self._others.items() if section.words[CLOSED]}
         late = self._missing()  # after the look at who ended: what they posted before is seen
-        lost = sorted(ended.intersection(late))
-        where = f"shared memory: {exchange.what} of ranks {list(self.ranks)}"
-        if lost:
-            raise RuntimeError(f"{where}: connection closed by peer: rank {lost[0]} (process {self._peers.pids[lost[0]]}) is gone")
-        if waited > self.timeout:
-            raise RuntimeError(f"{where}: ranks {', '.join(map(str, late))} did not come within {self.timeout:.0f} s")
+        self._peers.check(f"{exchange.what} of ranks {list(self.ranks)}", ended, late, waited, self.timeout)
 
 
 @dataclass(frozen=True)
@@ -313,83 +319,7 @@ class Ongoing:
         self.channel.complete(self.exchange)
 
 
-def _close(words: memoryview, pid: int) -> None:
-    if os.getpid() == pid:  # not in a fork of the rank
+def close(words: memoryview, pid: int) -> None:
+    """Tells peers that nothing more comes; not in a fork of the rank."""
+    if os.getpid() == pid:
         words[CLOSED] = 1
-
-
-# ---- who can share with whom
-
-
-@dataclass(frozen=True)
-class Card:
-    """What peers need to know of a rank to open its arena. `why`: what kept it from having one."""
-
-    host: tuple[str, int]
-    pid: int
-    fd: int
-    token: bytes
-    sections: tuple[tuple[int, ...], ...]
-    why: str = ""
-
-
-def connect(groups: list[tuple[int, ...]], rank: int, timeout: float) -> tuple[dict[tuple[int, ...], Channel], str]:
-    """Channels for those of this rank's groups whose members all share memory, and why ranks of one host could not ("" if they can).
-
-    All ranks of the default process group call it. Groups that span hosts have no channel: that is no fault."""
-    own, card = _create(groups)
-    cards: list[Card] = _from_all(card)
-    opened, peers, why = _open(cards, rank, own)
-    answers: list[tuple[set[int], str]] = _from_all((set(opened), why))
-    channels = {}
-    for group in groups:
-        if all(answers[member][0].issuperset(group) for member in group):
-            sections = {member: Section(opened[member], cards[member].sections.index(group)) for member in group}
-            channels[group] = Channel(group, rank, sections, peers, timeout)
-    return channels, next((text for _, text in answers if text), "")
-
-
-def _from_all(value: object) -> list:
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _create(groups: list[tuple[int, ...]]) -> tuple[Arena | None, Card]:
-    try:
-        if platform.machine() not in ("x86_64", "AMD64"):
-            raise OSError(f"a processor of type {platform.machine()} does not store in order")
-        if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-            raise OSError("this system has no memfd or no pidfd")
-        own = Arena.create(len(groups))
-        return own, Card(_host(), os.getpid(), own.fd, own.memory[:TOKEN], tuple(groups))
-    except (OSError, ValueError) as error:
-        return None, Card(("", 0), 0, 0, b"", (), str(error))
-
-
-def _host() -> tuple[str, int]:
-    """Equal for processes that see each other's numbers: one boot of one machine, one space of process numbers."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip(), os.stat("/proc/self/ns/pid").st_ino
-
-
-def _open(cards: list[Card], rank: int, own: Arena | None) -> tuple[dict[int, Arena], Peers, str]:
-    """The arenas of the ranks of this host that can be opened."""
-    if own is None:
-        return {}, Peers({}, {}, True), cards[rank].why
-    opened, pids, descriptors, why = {rank: own}, {}, {}, ""
-    neighbours = {r: card for r, card in enumerate(cards) if card.host == cards[rank].host and r != rank}
-    for other, card in neighbours.items():
-        try:
-            descriptors[other], pids[other] = os.pidfd_open(card.pid), card.pid
-            opened[other] = Arena.open(card)
-        except (OSError, ValueError) as error:
-            why = f"rank {rank} cannot open the memory of rank {other}: {error}"
-    peers = Peers(pids, descriptors, len(neighbours) + 1 > len(os.sched_getaffinity(0)))
-    weakref.finalize(peers, _close_all, list(descriptors.values()))
-    return opened, peers, why
-
-
-def _close_all(descriptors: list[int]) -> None:
-    for fd in descriptors:
-        os.close(fd)

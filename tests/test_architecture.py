@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mtmegatron
-from mtmegatron.config.constraints import check, faults, layout_of
+from mtmegatron.config.constraints import check, faults
+from mtmegatron.config.derived import layout_of
 from mtmegatron.layers.build import Build
 from mtmegatron.mesh import GROUPS, Mesh
 from mtmegatron.models.decoder import Decoder
@@ -23,7 +24,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 HARDWARE = re.compile(r"\b(cuda|musa|nccl|mccl)\b", re.IGNORECASE)
 # ground floor first: a room imports from its own floor and those below
 FLOORS = [
-    {"errors", "device", "layout", "config", "batch", "process", "shared_memory"},
+    {"errors", "device", "layout", "config", "batch", "process", "shared_memory", "shared_messages", "shared_connect"},
     {"mesh", "placement", "launch"},
     {"parallel", "precision", "ops"},
     {"layers"},

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mtmegatron.layout import Layout
-from mtmegatron.mesh import GROUPS, SMALL, Mesh
+from mtmegatron.mesh import EXPERTS, GROUPS, SMALL, Mesh
 from mtmegatron.parallel.tensor import copy, gather_tokens, reduce, scatter_sum
 
 GRID = Layout(tensor=4, pipeline=2)
@@ -117,14 +117,14 @@ def test_an_axis_of_one_returns_its_input():
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(tensor=2, data=2, pipeline=3), Layout(tensor=4, data=2, key_value=2), Layout(pipeline=4)]
+    "layout", [Layout(tensor=2, data=2, pipeline=3), Layout(tensor=4, data=2, key_value=2), Layout(pipeline=4), Layout(data=4, tensor=2, expert=2)]
 )
 def test_a_mesh_without_processes_knows_the_place_of_any_rank(layout):
     for rank in range(layout.world):
         mesh = Mesh(layout, rank)
         for names in GROUPS:
             axis = mesh[names]
-            if "ends" in names and mesh.coordinate("pipeline") not in (0, layout.pipeline - 1):
+            if "ends" in names and mesh.coordinate("pipeline") not in (0, layout.pipeline - 1) or names in EXPERTS and not layout.expert:
                 assert axis.ranks == (rank,)
             else:
                 assert axis.ranks == layout.group(rank, names)

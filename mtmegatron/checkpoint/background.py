@@ -24,7 +24,7 @@ from mtmegatron.checkpoint.state import attempt, begin, facts, pieces, publish
 from mtmegatron.checkpoint.store import Item, write_shard
 from mtmegatron.errors import UserError
 from mtmegatron.mesh import Mesh
-from mtmegatron.optim.adamw import AdamW
+from mtmegatron.optim.optimizer import Optimizer
 
 TICK = 0.1  # seconds between two looks while waiting; nobody stays longer in a collective because another one writes
 
@@ -49,7 +49,7 @@ class Background:
     rank once a checkpoint has its name. Host memory: one copy of the state that this rank owns."""
 
     def __init__(
-        self, folder: Folder, optimizer: AdamW, mesh: Mesh, say: Callable[[str], None],
+        self, folder: Folder, optimizer: Optimizer, mesh: Mesh, say: Callable[[str], None],
         completed: Callable[[int, float], None],
     ):  # fmt: skip
         self.folder, self.optimizer, self.mesh, self.say, self.completed = folder, optimizer, mesh, say, completed

@@ -3,12 +3,16 @@
 Notable:
 - A rank writes its shard of each bucket, whatever the ZeRO stage: a run of elements of a parameter's local part, which is at most a few
   rectangles of the global tensor (see `rectangle.py`). Every element is written by exactly one rank, nothing is gathered.
+- Buffers, such as the selection biases of experts, are whole and equal on the ranks of a stage; the first of them writes.
 - Only masters and moments are saved; 16-bit weights are rounded from the masters after loading, so they can never disagree.
+- Errors of compression are each rank's own: they are saved for each, and more or fewer ranks begin with their mean.
 - Loading asks for the rectangles that this rank owns under its own layout, and reads nothing else.
 - Randomness needs no state: first weights come from (seed, name), data from (seed, step).
 """
 
 from collections.abc import Callable, Iterator
+from itertools import count, takewhile
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +22,15 @@ from mtmegatron.checkpoint.rectangle import Rectangle, dtype_name, flat_rectangl
 from mtmegatron.checkpoint.store import Store, write_manifest, write_shard
 from mtmegatron.errors import UserError
 from mtmegatron.mesh import Mesh
-from mtmegatron.optim.adamw import AdamW, State
+from mtmegatron.optim.onebit import Residual
+from mtmegatron.optim.optimizer import Optimizer
 from mtmegatron.parallel.data import Item
+from mtmegatron.placement import STAGE_AXES
 
-KINDS = {"weight": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+WEIGHT = {"master": "weight"}  # the name of a tensor in a checkpoint, where it is not that of the state
 
 
-def save(folder: Folder, step: int, optimizer: AdamW, mesh: Mesh, extra: dict) -> None:
+def save(folder: Folder, step: int, optimizer: Optimizer, mesh: Mesh, extra: dict) -> None:
     """Writes the state after `step` steps; when it returns the checkpoint exists on all ranks' word.
 
     `extra` goes into the manifest. Raises UserError on every rank when any rank could not write; earlier checkpoints stay."""
@@ -35,10 +41,10 @@ def save(folder: Folder, step: int, optimizer: AdamW, mesh: Mesh, extra: dict) -
 
 def begin(folder: Folder, step: int, mesh: Mesh) -> None:
     """Makes the folder that all ranks write to. Raises UserError on every rank."""
-    _agree(mesh, attempt(lambda: folder.begin(step)) if mesh.rank == 0 else None)
+    together(mesh, lambda: folder.begin(step) if mesh.rank == 0 else None)
 
 
-def facts(step: int, optimizer: AdamW, extra: dict) -> dict:
+def facts(step: int, optimizer: Optimizer, extra: dict) -> dict:
     """What the manifest of a checkpoint taken now tells beside the tensors."""
     return extra | {"step": step, "updates": optimizer.updates}
 
@@ -54,18 +60,28 @@ def publish(folder: Folder, mesh: Mesh, outcome: dict | UserError, extra: dict) 
         write_manifest(folder.writing(extra["step"]), parts, extra)
         folder.publish(extra["step"])
 
-    _agree(mesh, attempt(join) if mesh.rank == 0 else None)
+    together(mesh, lambda: join() if mesh.rank == 0 else None)
 
 
-def load(store: Store, optimizer: AdamW, mesh: Mesh, *, moments: bool = True) -> None:
+def load(store: Store, optimizer: Optimizer, mesh: Mesh, *, moments: bool = True) -> None:
     """Fills masters (and moments) of this rank; `optimizer.publish` then makes the weights of them, on all ranks together.
 
+    What the checkpoint does not have, since another optimizer made it or a parameter was frozen, begins anew.
     Raises CheckpointError when the checkpoint is damaged."""
+    known = set(store.names)
     for state in optimizer.states:
-        for item, local, owned in _owned_items(state):
-            for kind, tensor in KINDS.items():
-                if kind == "weight" or moments:
-                    _fill(store, f"{kind}/{item.name}", item, local, state.tensors[tensor][owned], mesh)
+        for item, local, owned in state.parts():
+            _fill(store, f"weight/{item.name}", item, local, state.master[owned], mesh)
+        state.begin()
+        for item, local, owned in state.parts() if moments else ():
+            for name, tensor in (state.moments | state.ema).items():
+                if f"{name}/{item.name}" in known:
+                    _fill(store, f"{name}/{item.name}", item, local, tensor[owned], mesh)
+    if optimizer.onebit:
+        optimizer.onebit.begin()
+        for residual in optimizer.residuals() if moments else ():
+            _fill_residual(store, residual, known, mesh)
+    _fill_buffers(store, optimizer.buckets.buffers)
     optimizer.updates = store.extra["updates"] if moments else 0
 
 
@@ -75,9 +91,10 @@ def load_weights(store: Store, model: torch.nn.Module, mesh: Mesh) -> None:
         for name, param in model.named_parameters():
             offset, size = param.placement.offset_and_size(mesh.layout, mesh.rank)
             param.copy_(store.read(f"weight/{name}", offset, size))
+    _fill_buffers(store, dict(model.named_buffers()))
 
 
-def check_architecture(store: Store, optimizer: AdamW) -> None:
+def check_architecture(store: Store, optimizer: Optimizer) -> None:
     """UserError that says which keys and shapes of this rank's parameters differ from a checkpoint's."""
     there = {name.removeprefix("weight/"): store.shape(name) for name in store.names if name.startswith("weight/")}
     here = {item.name: item.param.placement.shape for state in optimizer.states for item in state.bucket.items}
@@ -89,23 +106,30 @@ def check_architecture(store: Store, optimizer: AdamW) -> None:
         raise UserError(f"{store.folder} is of another architecture:\n  " + "\n  ".join(lines[:10]) + more)
 
 
-def pieces(optimizer: AdamW, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+def pieces(optimizer: Optimizer, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
     """The rectangles that this rank writes: views of the state, in the same order at every save."""
     for state in optimizer.states:
         if not state.bucket.counted:
             continue
-        for item, local, owned in _owned_items(state, state.bucket.shard):
-            for kind, tensor in KINDS.items():
-                yield from _cut(f"{kind}/{item.name}", item, local, state.tensors[tensor][owned], mesh)
+        for item, local, owned in state.parts(state.bucket.shard):
+            for name, tensor in state.tensors.items():
+                yield from _cut(f"{WEIGHT.get(name, name)}/{item.name}", item, local, tensor[owned], mesh)
+    for residual in optimizer.residuals():
+        if residual.counted:
+            yield from _cut(residual.name(), residual.item, residual.local, residual.values, mesh)
+    if all(mesh.coordinate(axis) == 0 for axis in STAGE_AXES):
+        for name, buffer in optimizer.buckets.buffers.items():
+            yield Rectangle.whole(f"buffer/{name}", buffer), buffer
 
 
-def _owned_items(state: State, within: slice | None = None) -> Iterator[tuple[Item, slice, slice]]:
-    """Parameters that overlap the owned elements: (item, range in the parameter's local part, range in the state's tensors)."""
-    region = within or state.owned
-    for item in state.bucket.items:
-        start, stop = max(item.start, region.start), min(item.stop, region.stop)
-        if start < stop:
-            yield item, slice(start - item.start, stop - item.start), slice(start - state.owned.start, stop - state.owned.start)
+def _fill_buffers(store: Store, buffers: dict[str, torch.Tensor]) -> None:
+    """One that the checkpoint does not have keeps its first value: its option was off before."""
+    for name, buffer in buffers.items():
+        if f"buffer/{name}" in store.names:
+            saved = store.read(f"buffer/{name}")
+            if saved.shape != buffer.shape:  # a history of another length, the newest first
+                saved = torch.nn.functional.pad(saved, (0, buffer.shape[-1] - saved.shape[-1]))
+            buffer.copy_(saved)
 
 
 def _cut(name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
@@ -119,6 +143,19 @@ def _cut(name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) 
         position += count
 
 
+def _fill_residual(store: Store, residual: Residual, known: set[str], mesh: Mesh) -> None:
+    """Among as many workers as there were each takes its own; else all take the mean, which leaves that over the workers as it is."""
+    saved = list(takewhile(known.__contains__, map(residual.name, count() if residual.workers else range(1))))
+    if residual.workers and len(saved) == residual.workers:
+        saved = [residual.name()]
+    total = torch.zeros_like(residual.values)
+    for name in saved:
+        part = torch.empty_like(total)
+        _fill(store, name, residual.item, residual.local, part, mesh)
+        total += part / len(saved)
+    residual.values.copy_(total)
+
+
 def _fill(store: Store, name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> None:
     for rectangle, target in _cut(name, item, local, values, mesh):
         target.copy_(store.read(name, rectangle.offset, rectangle.size))
@@ -130,6 +167,13 @@ def attempt(work: Callable[[], object]) -> object:
         return work()
     except UserError as error:
         return error
+
+
+def together(mesh: Mesh, work: Callable[[], Any]) -> Any:
+    """The result of work on this rank, once all ranks have done theirs. Raises UserError on every rank when one could not: nobody goes on alone."""
+    outcome = attempt(work)
+    _agree(mesh, outcome if isinstance(outcome, UserError) else None)
+    return outcome
 
 
 def _agree(mesh: Mesh, outcome: object) -> list:

@@ -75,7 +75,7 @@ class Request:
 
 def _generate(given: dict[str, Any], process: "Process") -> int:
     """Checks the command, then runs it here or in the processes of its layout; the exit code."""
-    from mtmegatron.config.constraints import layout_of
+    from mtmegatron.config.derived import layout_of
 
     request = prepare(given, process)
     world = layout_of(request.config).world
@@ -118,7 +118,7 @@ def prepare(given: dict[str, Any], process: "Process") -> Request:
 
 def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
     """Generates as one process; the first one prints. The exit code."""
-    from mtmegatron.config.constraints import layout_of
+    from mtmegatron.config.derived import layout_of
     from mtmegatron.device import choose_device
     from mtmegatron.launch import report, start_group
     from mtmegatron.mesh import Mesh

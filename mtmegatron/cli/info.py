@@ -17,7 +17,8 @@ from mtmegatron.errors import UserError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mtmegatron.config.schema import Config, ModelConfig
+    from mtmegatron.config.model import ModelConfig
+    from mtmegatron.config.schema import Config
 
 
 def info_command(
@@ -65,8 +66,8 @@ def laid_out(config: "Config", layout: str) -> "Config":
 
 def describe(config: "Config") -> dict:
     """All that the command shows, of a resolved configuration: counts, FLOPs per token, bytes."""
-    from mtmegatron.config.constraints import layout_of
-    from mtmegatron.models.size import parameters, training_flops
+    from mtmegatron.config.derived import layout_of
+    from mtmegatron.models.size import active_parameters, parameters, training_flops
     from mtmegatron.plan.account import state_of
 
     model, layout = config.model, layout_of(config)
@@ -77,6 +78,7 @@ def describe(config: "Config") -> dict:
         "precision": config.train.precision,
         "sequence": config.data.sequence,
         "parameters": {"total": parameters(model)} | parameters_by_kind(model),
+        "active_parameters": active_parameters(model),
         "flops_per_token": {"forward": training / 3, "training": training},
         "stages": [asdict(stage) | {"total": stage.total} for stage in stages],
     }
@@ -84,7 +86,7 @@ def describe(config: "Config") -> dict:
 
 def describe_rank(config: "Config", rank: int) -> dict:
     """A rank's account, and each kind of transfer of a step with its count. Raises UserError when there is no such rank."""
-    from mtmegatron.config.constraints import layout_of
+    from mtmegatron.config.derived import layout_of
     from mtmegatron.plan.account import account
     from mtmegatron.plan.collectives import step_counts
 
@@ -97,15 +99,19 @@ def describe_rank(config: "Config", rank: int) -> dict:
 
 
 def parameters_by_kind(model: "ModelConfig") -> dict[str, int]:
-    """Parameters of embedding, positions, attention, mlp, norms and head of the whole model."""
+    """Parameters of embedding, positions, attention, mlp, experts, router, norms and head of the whole model."""
     from mtmegatron.config.constraints import resolve
     from mtmegatron.config.schema import Config
     from mtmegatron.plan.account import on_meta
 
     counts: dict[str, int] = {}
-    for name, param in on_meta(resolve(Config(model=model)), 0)[0][0].named_parameters():
+    whole = on_meta(resolve(Config(model=model)), 0)[0][0]
+    balance = ((name, buffer) for name, buffer in whole.named_buffers() if name.endswith(".bias"))
+    for name, param in (*whole.named_parameters(), *balance):
         parts = [part for part in name.split(".")[:-1] if part != "layers" and not part.isdigit()]
         kind = "norms" if parts[0].endswith("norm") else parts[0]
+        if kind == "mlp" and parts[-1] in ("experts", "router"):
+            kind = parts[-1]
         counts[kind] = counts.get(kind, 0) + param.numel()
     return counts
 
@@ -118,7 +124,9 @@ def _print_tables(facts: dict) -> None:
     counts = Table("parameters", box=box.SIMPLE)
     counts.add_column("", justify="right")
     for kind, count in facts["parameters"].items():
-        counts.add_row(kind, f"{count:,}", end_section=kind == "total")
+        counts.add_row(kind, f"{count:,}", end_section=kind == "total" and facts["active_parameters"] == count)
+        if kind == "total" and facts["active_parameters"] != count:
+            counts.add_row("active", f"{facts['active_parameters']:,}", end_section=True)
     state = Table("stage", box=box.SIMPLE, title=f"largest rank of each stage: {facts['layout']}, {facts['precision']}")
     for column in ("layers", "parameters", "weights", "gradients", "optimizer", "total"):
         state.add_column(column, justify="right")

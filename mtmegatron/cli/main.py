@@ -14,6 +14,7 @@ from mtmegatron.cli.info import info_command
 from mtmegatron.cli.quickstart import quickstart_command
 from mtmegatron.cli.schedule import schedule_command
 from mtmegatron.cli.train import train_command
+from mtmegatron.cli.upcycle import upcycle_command
 from mtmegatron.cli.verify import verify_command
 from mtmegatron.errors import UserError
 
@@ -28,6 +29,7 @@ app.command("verify")(verify_command)
 app.command("config")(config_command)
 app.command("info")(info_command)
 app.command("schedule")(schedule_command)
+app.command("upcycle")(upcycle_command)
 app.command("quickstart")(quickstart_command)
 
 

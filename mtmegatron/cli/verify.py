@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from mtmegatron.verify.generate import Case
     from mtmegatron.verify.protocol import Check
 
-LAYOUTS, PRECISIONS, MINUTES = "tensor=2; pipeline=2; data=2,zero=1", "fp64,fp32", 5.0
+LAYOUTS, MINUTES = "tensor=2; pipeline=2; data=2,zero=1", 5.0
+PRECISIONS, EXACT_PRECISIONS = "fp64,fp32", "fp32,bf16"
 
 
 def verify_command(
     config: Annotated[str | None, typer.Argument(help="YAML file of a run; default: a small model.")] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as many as wanted.")] = None,
     layouts: Annotated[str | None, typer.Option(help=f'Separated by semicolons; default: "{LAYOUTS}".')] = None,
-    precisions: Annotated[str | None, typer.Option(help=f"Of fp64, fp32, bf16; default: {PRECISIONS}.")] = None,
+    precisions: Annotated[str | None, typer.Option(help=f"Of fp64, fp32, bf16; default: {PRECISIONS}, with --canonical {EXACT_PRECISIONS}.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Random combinations, until the time is up.")] = False,
+    canonical: Annotated[bool, typer.Option("--canonical", help="With canonical numerics: the same bits, not the same to rounding.")] = False,
     minutes: Annotated[float | None, typer.Option(help=f"--all: how long; default: {MINUTES:g}.")] = None,
     seed: Annotated[int | None, typer.Option(help="--all: the first case; default: drawn.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines instead of a table.")] = False,
@@ -33,17 +35,18 @@ def verify_command(
     Example: `mtm verify configs/tiny.yaml --layouts "tensor=2; pipeline=2; tensor=2,pipeline=2,data=2,zero=1"`
 
     Loss, gradient norm, every gradient and every weight after 3 steps are compared with one process in double
-    precision. The bound is what rounding does to the serial run, times 8. `--all` tries random layouts, without CONFIG
+    precision. The bound is what rounding does to the serial run, times 8. `--canonical` turns canonical numerics on and
+    compares bits after 10 steps: no bound. `--all` tries random layouts, without CONFIG
     also random models, and prints for each its seed and the command that repeats it. Exit code 1 when a layout fails.
     """
     words = [word for word in (config, *(overrides or [])) if word]
     if every:
-        _refuse("--all", {"--layouts": layouts, "--precisions": precisions}, "it chooses them itself")
+        _refuse("--all", {"--layouts": layouts, "--precisions": precisions, "--canonical": canonical or None}, "it chooses layouts itself")
         first = random.randrange(10**6) if seed is None else seed
         good = _random(words, MINUTES if minutes is None else minutes, first, as_json)
     else:
         _refuse("no --all", {"--minutes": minutes, "--seed": seed}, "add --all, or leave it out")
-        good = _given(words, layouts or LAYOUTS, precisions or PRECISIONS, as_json)
+        good = _given(words, layouts or LAYOUTS, precisions or (EXACT_PRECISIONS if canonical else PRECISIONS), canonical, as_json)
     raise SystemExit(0 if good else 1)
 
 
@@ -65,11 +68,11 @@ def _configuration(words: list[str]) -> "Config":
     return changed(Space().base, parse_settings(words, "override"))
 
 
-def _given(words: list[str], layouts: str, precisions: str, as_json: bool) -> bool:
-    from mtmegatron.verify.report import parse_layouts, print_table, verify
+def _given(words: list[str], layouts: str, precisions: str, canonical: bool, as_json: bool) -> bool:
+    from mtmegatron.verify.report import parse_layouts, print_table, verify, verify_bits
 
     parsed = parse_layouts(layouts)
-    checks = verify(_configuration(words), parsed, tuple(p.strip() for p in precisions.split(",")))
+    checks = (verify_bits if canonical else verify)(_configuration(words), parsed, tuple(p.strip() for p in precisions.split(",")))
     if as_json:
         _print_json(checks)
     else:

@@ -5,11 +5,16 @@ processes, defaults that depend on other values) and is the only place that does
 """
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from math import gcd, lcm
 
-from mtmegatron.config.schema import Config, ModelConfig
+from mtmegatron.config.derived import high_precision, linear_layers, optimizers, rotated
+from mtmegatron.config.ramp import batch_sizes, samples_before
+from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
-from mtmegatron.layout import Layout
+
+WARM_UP = {"onebit-adam": "adamw"}  # kinds of one bit, and what they are before they compress
+TWO_MOMENTS = {"adamw", "adam", "lamb", "muon", *WARM_UP}  # kinds of optimizer with a second moment; muon's are those of its tables and vectors
 
 
 def divisors(n: int) -> list[int]:
@@ -29,7 +34,7 @@ def resolve(config: Config, world: int | None = None) -> Config:
     model, parallel = config.model, config.parallel
     width = {
         "kv_heads": model.kv_heads or model.heads,
-        "head_size": model.head_size or max(model.width // model.heads, 1),
+        "head_size": model.head_size or (model.latent.nope + model.latent.rope if model.latent else max(model.width // model.heads, 1)),
         "ffn": model.ffn or 4 * model.width,
         "max_positions": model.max_positions or config.data.sequence,
     }
@@ -57,13 +62,13 @@ def check(config: Config, world: int) -> Config:
 def faults(config: Config, world: int) -> Iterator[str]:
     """One line per fault, each with its repair."""
     resolved = resolve(config, world)
-    for rule in (_model, _world, _heads, _layers, _tokens, _context, _batch, _sharding, _recompute, _training):
+    for rule in (_model, _latent, _prediction, _world, _heads, _layers, _tokens, _context, _batch, _sharding, _recompute, _schedule, _optimizer, _onebit, _ramp, _training, _precision, _canonical, _router, _experts):
         yield from rule(config, resolved, world)
 
 
 def _model(config: Config, resolved: Config, world: int) -> Iterator[str]:
     model = config.model
-    if model.head_size is None and model.width % model.heads:
+    if model.head_size is None and model.latent is None and model.width % model.heads:
         yield f"`model.heads: {model.heads}` does not divide `model.width: {model.width}`: use {one_of(divisors(model.width))}, or give model.head_size"
     kv = resolved.model.kv_heads
     if model.heads % kv:
@@ -72,9 +77,29 @@ def _model(config: Config, resolved: Config, world: int) -> Iterator[str]:
         yield f"`data.sequence: {config.data.sequence}` is longer than `model.max_positions: {model.max_positions}`: shorten the sequence or enlarge the table"
     if model.positions == "learned" and (model.rope_scaling or model.rope_fraction != 1.0):
         yield "`model.rope_*` has no effect with `model.positions: learned`: remove it"
-    rotated = int(resolved.model.head_size * model.rope_fraction)
-    if model.positions == "rotary" and rotated % 2:
-        yield f"rotary positions turn {rotated} channels of a head, an odd number: change model.head_size or model.rope_fraction"
+    turned = rotated(resolved.model)
+    if model.positions == "rotary" and turned % 2:
+        repair = "model.latent.rope" if model.latent else "model.head_size or model.rope_fraction"
+        yield f"rotary positions turn {turned} channels of a head, an odd number: change {repair}"
+
+
+def _latent(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    model = config.model
+    if model.latent is None:
+        return
+    if model.positions != "rotary":
+        yield f"`model.latent` with `model.positions: {model.positions}`: its heads have a rotated part: use positions rotary"
+    size, heads = resolved.model.latent.nope + resolved.model.latent.rope, (None, model.heads)
+    fits = {"head_size": (None, size), "kv_heads": heads, "rope_fraction": (1.0,), "bias_qkv": (False,), "qk_norm": (False,)}
+    for name, values in fits.items():
+        if getattr(model, name) not in values:
+            yield f"`model.{name}: {str(getattr(model, name)).lower()}` has no effect with `model.latent`, which says what heads are: remove it"
+
+
+def _prediction(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    prediction = config.model.prediction
+    if prediction and prediction.coefficient == 0:
+        yield "`model.prediction.coefficient: 0` trains no block of multi-token prediction: give it a weight, or remove model.prediction"
 
 
 def _world(config: Config, resolved: Config, world: int) -> Iterator[str]:
@@ -180,19 +205,90 @@ def _recompute(config: Config, resolved: Config, world: int) -> Iterator[str]:
         yield f"`recompute.parts` has no effect with `recompute.mode: {r.mode}`: use selective, or leave it out"
     if r.mode == "selective" and not r.parts:
         yield "`recompute.mode: selective` with no `recompute.parts`: give some, or use mode none"
+    if r.offload and config.device == "cpu":
+        yield "`recompute.offload` has no effect where the run executes on a CPU, whose memory is the host's: remove it"
 
 
-def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
-    o, train, data = config.optimizer, config.train, config.data
-    length = o.decay_length or (train.steps if o.unit == "steps" else train.steps * train.global_batch)
+def _schedule(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    o, train = config.optimizer, config.train
+    whole = {"steps": train.steps, "samples": samples_before(train, train.steps)}
+    length = o.decay_length or whole.get(o.unit, whole["samples"] * config.data.sequence)
     if o.warmup > length:
         yield f"`optimizer.warmup: {o.warmup}` {o.unit} is longer than the decay of {length}: shorten it"
-    if o.decay == "constant" and o.decay_length:
-        yield "`optimizer.decay_length` has no effect with `optimizer.decay: constant`: remove it"
+    elif o.decay == "wsd" and not (o.wsd_length and o.warmup + o.wsd_length <= length):
+        yield f"`optimizer.decay: wsd` needs `wsd_length` of at most {length - o.warmup} {o.unit}, what lies between warm-up and end: give that of its last part"
+    if o.decay in ("constant", "inverse-sqrt") and o.decay_length and o.weight_decay_end is None:
+        yield f"`optimizer.decay_length` has no effect with `optimizer.decay: {o.decay}`: remove it"
     if o.decay == "constant" and o.min_lr:
         yield "`optimizer.min_lr` has no effect with `optimizer.decay: constant`: remove it"
     elif o.min_lr > o.lr:
         yield f"`optimizer.min_lr: {o.min_lr}` is above `optimizer.lr: {o.lr}`: swap them or lower it"
+    wsd, polynomial = (o.decay == kind for kind in ("wsd", "polynomial"))
+    active = {
+        "warmup_from": (o.warmup, "warmup"), "power": (polynomial, "decay: polynomial"), "wsd_length": (wsd, "decay: wsd"),
+        "wsd_shape": (wsd, "decay: wsd"), "weight_decay_shape": (o.weight_decay_end is not None, "weight_decay_end"),
+    }  # fmt: skip
+    yield from _idle("optimizer", o, active)
+
+
+def _optimizer(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    o, kinds = config.optimizer, optimizers(config.optimizer)
+    adam, momentum = kinds & TWO_MOMENTS, kinds & {"sgd", "muon"}
+    betas = adam or "lion" in kinds
+    yield from _idle("optimizer", o, {
+        "beta1": (betas, "an optimizer of two moments, or lion"), "beta2": (betas, "an optimizer of two moments, or lion"),
+        "eps": (adam, "an optimizer of two moments"), "momentum": (momentum, "sgd or muon"), "nesterov": (momentum, "sgd or muon"),
+    })  # fmt: skip
+    if o.clip_value is not None and o.clip:
+        yield f"`optimizer.clip_value: {o.clip_value}` cuts elements in place of a clip of the norm, which is {o.clip}: use clip 0, or remove clip_value"
+    for i, group in enumerate(o.groups):
+        changes = [name for name in ("lr", "decay", "kind") if getattr(group, name) != type(group).model_fields[name].default]
+        if group.frozen == bool(changes):
+            what = f"frozen parameters have no {', '.join(changes)}" if changes else "it changes nothing"
+            yield f"`optimizer.groups.{i}` ({group.match}) has settings without effect, {what}: remove them, or the group"
+
+
+def _onebit(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    o, p, steps = config.optimizer, resolved.parallel, config.train.steps
+    if o.kind not in WARM_UP:
+        yield from _idle("optimizer", o, {"onebit": (False, "a kind of one bit")})
+        return
+    if o.onebit is None:
+        yield f"`optimizer.kind: {o.kind}` begins with a warm-up: give its updates, `optimizer.onebit.freeze`, about {max(steps // 5, 1)}"
+    elif o.onebit.freeze >= steps:
+        yield f"`optimizer.onebit.freeze: {o.onebit.freeze}` leaves nothing of `train.steps: {steps}`: use about {max(steps // 5, 1)}, or another kind"
+    refused = {
+        f"parallel.zero: {p.zero}": (p.zero >= 2, "a rank's own gradient must stay whole"),
+        f"parallel.shard: {p.shard}": (p.shard < p.data, "shards in groups would be summed a second time"),
+        "optimizer.clip_value": (o.clip_value is not None, "no rank has the sum whose elements it cuts"),
+        "optimizer.groups with a kind": (any(group.kind for group in o.groups), "a bucket is compressed as a whole"),
+    }  # fmt: skip
+    for name, (used, reason) in refused.items():
+        if used:
+            yield f"`{name}` with `optimizer.kind: {o.kind}`: {reason}: remove that, or use another kind"
+
+
+def _idle(section: str, given: object, active: dict[str, tuple[object, str]]) -> Iterator[str]:
+    """A line for each value that was changed and takes no part; `active`: for each name whether it does, and with what it would."""
+    for name, (used, other) in active.items():
+        if not used and getattr(given, name) != type(given).model_fields[name].default:
+            yield f"`{section}.{name}: {str(getattr(given, name)).lower()}` has no effect without {other}: remove it, or set that"
+
+
+def _ramp(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    train, unit = config.train, config.train.micro_batch * resolved.parallel.data
+    if train.ramp is None:
+        return
+    if train.ramp.start >= train.global_batch or (train.global_batch - train.ramp.start) % train.ramp.increment:
+        yield f"`train.ramp` from {train.ramp.start} in steps of {train.ramp.increment} does not reach `train.global_batch: {train.global_batch}`: change one of them"
+    elif any(size % unit for size in batch_sizes(train)):
+        yield f"`train.ramp` has batches that are no multiple of `train.micro_batch: {train.micro_batch}` x data ranks {resolved.parallel.data}: use multiples of {unit}"
+    if config.model.moe is not None:
+        yield "`train.ramp` with `model.moe`: balance terms count on a batch of one size: use another warm-up, or no experts"
+
+
+def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    train, data = config.train, config.data
     if train.timeline and train.timeline > train.steps:
         yield f"`train.timeline: {train.timeline}` is after the last of `train.steps: {train.steps}`: use at most {train.steps}"
     if abs(sum(data.split) - 1.0) > 1e-6:
@@ -201,13 +297,112 @@ def _training(config: Config, resolved: Config, world: int) -> Iterator[str]:
         yield "`checkpoint.asynchronous` has no effect with `checkpoint.every: 0`, nothing is saved while training goes on: give checkpoint.every, or remove it"
 
 
-def layout_of(config: Config) -> Layout:
-    """The layout of a resolved configuration."""
-    p = config.parallel
-    sequence, parts = p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor)
-    return Layout(p.tensor, p.context, p.data, p.pipeline, sequence, parts, p.ulysses, p.shard)
+def _precision(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    train, delayed, model = config.train, ("history", "margin", "interval"), config.model
+    uses = {"fp8": train.precision.startswith("fp8-"), "loss_scale": train.precision == "fp16"}
+    for section, needed in (("fp8", "an fp8 precision"), ("loss_scale", "fp16")):
+        if not uses[section] and getattr(train, section) != type(getattr(train, section))():
+            yield f"`train.{section}` has no effect with `train.precision: {train.precision}`: use {needed}, or leave it out"
+    given = [name for name in delayed if getattr(train.fp8, name) != type(train.fp8).model_fields[name].default]
+    if uses["fp8"] and train.precision != "fp8-delayed" and given:
+        yield f"`train.fp8.{given[0]}` has no effect with `train.precision: {train.precision}`: use fp8-delayed, or leave it out"
+    if train.fp8.interval > train.fp8.history:
+        yield f"`train.fp8.interval: {train.fp8.interval}` is longer than `history: {train.fp8.history}`: make it shorter"
+    names, high = linear_layers(resolved.model), high_precision(resolved)
+    idle = [pattern for pattern in train.fp8.high_precision or () if not any(fnmatchcase(name, pattern) for name in names)]
+    if uses["fp8"] and idle:
+        yield f"`train.fp8.high_precision: {idle[0]}` matches no linear layer: use names as {names[0]}, with * for any characters"
+    elif uses["fp8"] and all(any(fnmatchcase(name, pattern) for pattern in high) for name in names):
+        yield f"`train.precision: {train.precision}` leaves no linear layer in fp8 (`model.layers: {model.layers}`): give train.fp8.high_precision fewer, or []"
+    if train.loss_scale.initial < train.loss_scale.minimum:
+        yield f"`train.loss_scale.initial: {train.loss_scale.initial:g}` is below `minimum: {train.loss_scale.minimum:g}`: swap them or lower it"
 
 
-def gated(model: ModelConfig) -> bool:
-    """Whether the feed-forward layer has a gate."""
-    return "glu" in model.activation
+def _canonical(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    p, m, train = resolved.parallel, resolved.model, config.train
+    if train.numerics == "fast":
+        if train.blocks != type(train).model_fields["blocks"].default:
+            yield f"`train.blocks: {train.blocks}` has no effect with `train.numerics: fast`: use canonical, or leave it out"
+        return
+    for name, degree in (("tensor", p.tensor), ("context", p.context)):
+        if train.blocks % degree:
+            yield f"`train.numerics: canonical` cuts in `train.blocks: {train.blocks}`, which `parallel.{name}: {degree}` does not divide: use {one_of(divisors(train.blocks))}"
+    if m.kv_heads % p.tensor:
+        yield f"`train.numerics: canonical` with `parallel.tensor: {p.tensor}` would cut one of `model.kv_heads: {m.kv_heads}`: use tensor {one_of(divisors(m.kv_heads))}"
+    if config.data.sequence % (2 * train.blocks):
+        near = max(config.data.sequence // (2 * train.blocks), 1) * 2 * train.blocks
+        yield f"`data.sequence: {config.data.sequence}` is not a multiple of 2 x `train.blocks: {train.blocks}`: use {near} or {near + 2 * train.blocks}"
+    refused = {
+        f"train.precision: {train.precision}": train.precision not in ("fp32", "bf16"), "parallel.reduce: bf16": p.reduce == "bf16",
+        f"parallel.context_kind: {p.context_kind}": p.context_kind not in (None, "allgather"),
+        "model.dropout_attention": m.dropout_attention > 0, "model.moe": m.moe is not None, "model.latent": m.latent is not None,
+        "model.prediction": m.prediction is not None,
+        "optimizer.kind: lamb, muon or of one bit": bool({"lamb", "muon", *WARM_UP} & optimizers(config.optimizer)),
+    }  # fmt: skip
+    for name, used in refused.items():
+        if used:
+            yield f"`train.numerics: canonical` is not there for `{name}` (docs/numerics.md says why): use fast, or leave that out"
+
+
+def _router(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    moe = config.model.moe
+    if moe is None:
+        return
+    if moe.experts % moe.groups:
+        yield f"`model.moe.groups: {moe.groups}` does not divide `experts: {moe.experts}`: use {one_of(divisors(moe.experts))}"
+    kept = min(moe.groups_kept or moe.groups, moe.groups)
+    if moe.top_k > kept * moe.experts // moe.groups:
+        yield f"`model.moe.top_k: {moe.top_k}` experts cannot be chosen among {kept * moe.experts // moe.groups}: use at most that, or keep more groups"
+    if moe.top_k == 1 and (moe.renormalise or moe.score_after and moe.score == "softmax"):
+        yield "`model.moe.top_k: 1` with `score_after` or `renormalise` has weights of 1, which train no router: make both false"
+    grouped, limited, capacity = moe.groups > 1, kept < moe.groups, moe.capacity is not None
+    grouping = limited or moe.device_loss or moe.capacity_of == "group" and capacity
+    active = {
+        "groups": (grouping, "groups_kept, device_loss or a capacity_of group"), "groups_kept": (limited, "more groups than that"),
+        "group_score": (limited, "groups_kept"), "device_loss": (grouped, "groups"), "communication_loss": (limited, "groups_kept"),
+        "complementary": (moe.sequence_loss and moe.score == "sigmoid", "sequence_loss and sigmoid scores"),
+        "score_after": (moe.score == "softmax" or moe.bias_rate or limited, "softmax scores, bias_rate or groups_kept"), "bias_rate": (not moe.sinkhorn, "a choice by scores (sinkhorn: false)"),
+        "renormalise": (not moe.score_after or moe.score == "sigmoid", "score_after: false"), "shared_gate": (moe.shared or moe.shared_ffn, "shared"),
+        "capacity_of": (capacity and grouped, "capacity and groups"), "drop": (capacity, "capacity"),
+        "pad": (capacity and moe.capacity_of == "expert", "a capacity of each expert"),
+    }  # fmt: skip
+    yield from _idle("model.moe", moe, active)
+
+
+def _experts(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    m, p, moe = resolved.model, resolved.parallel, config.model.moe
+    degrees, stage = p.expert * p.expert_tensor, p.tensor * p.context * p.data
+    held = {
+        "expert": (p.expert, moe is not None, "model.moe"), "expert_tensor": (p.expert_tensor, moe is not None, "model.moe"),
+        "dispatcher": (p.dispatcher, moe and degrees > 1, "parallel.expert or expert_tensor"),
+        "dispatch_parts": (p.dispatch_parts, moe and p.expert > 1 and p.dispatcher == "alltoall", "parallel.expert and the alltoall dispatcher"),
+    }  # fmt: skip
+    for name, (value, used, other) in held.items():
+        if not used and value != type(p).model_fields[name].default:
+            yield f"`parallel.{name}: {value}` has no effect without {other}: remove it, or set that"
+    if moe is None:
+        return
+    if stage % degrees:
+        yield f"`parallel.expert: {p.expert}` x `expert_tensor: {p.expert_tensor}` does not divide the {stage} ranks of a stage (tensor x context x data): use a product of {one_of(divisors(stage))}"
+    for name, degree, most in (("expert", p.expert, moe.experts), ("expert_tensor", p.expert_tensor, moe.ffn or m.ffn)):
+        if degree > most:
+            yield f"`parallel.{name}: {degree}` is more than there is to share: use at most {most}"
+    if p.tensor > 1 and not p.sequence:
+        yield "`parallel.sequence: false` with `model.moe`: each tensor rank sends tokens of its own to experts: use sequence true, or tensor 1"
+    if p.shard < p.data:
+        yield f"`parallel.shard: {p.shard}` with `model.moe`: experts are shared by other ranks than the data ranks: use {p.data}, or leave it out"
+    if m.bias_mlp:
+        yield "`model.bias_mlp: true` with `model.moe`: experts have no biases: use false"
+    if moe.pad and p.dispatch_parts > 1:
+        yield "`model.moe.pad` with `parallel.dispatch_parts` would fill each part up to the whole capacity: use dispatch_parts 1, or no pad"
+    yield from _expert_blocks(config)
+
+
+def _expert_blocks(config: Config) -> Iterator[str]:
+    layers, moe = config.model.layers, config.model.moe
+    if moe.pattern is None and moe.first_dense >= layers or moe.pattern is not None and not any(moe.pattern):
+        yield "`model.moe` with no block that has experts: change first_dense or pattern, or remove model.moe"
+    if moe.pattern is not None and len(moe.pattern) != layers:
+        yield f"`model.moe.pattern` names {len(moe.pattern)} blocks, `model.layers` is {layers}: give one value for each"
+    if moe.pattern is not None and (moe.every, moe.first_dense) != (1, 0):
+        yield "`model.moe.every` and `first_dense` have no effect with `model.moe.pattern`: remove them"

@@ -4,70 +4,17 @@ Notable: unknown keys are refused, every value has one place, and nothing here k
 wrong is refused by its type; what two fields say against each other is in `constraints.py`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Dropped = Annotated[float, Field(ge=0.0, lt=1.0)]
-Retained = Annotated[float, Field(ge=0.0, lt=1.0)]  # of 1, a moment would keep its first value, zero, for ever
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ModelConfig(Section):
-    """A decoder-only transformer."""
-
-    layers: PositiveInt
-    """Transformer blocks."""
-    width: PositiveInt
-    """Size of the residual stream (D)."""
-    heads: PositiveInt
-    """Query heads (N)."""
-    kv_heads: PositiveInt | None = None
-    """Key/value heads (K); default: as many as query heads. Fewer: grouped-query attention."""
-    head_size: PositiveInt | None = None
-    """Channels of a head (H); default: width / heads."""
-    ffn: PositiveInt | None = None
-    """Width of the feed-forward layer (F); default: 4 x width."""
-    vocab: PositiveInt | None = None
-    """Vocabulary size (V); default: the tokenizer's."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Kind of normalisation."""
-    norm_eps: PositiveFloat = 1e-5
-    """Added to the variance (or the mean square) before the root."""
-    positions: Literal["rotary", "learned"] = "rotary"
-    """How a token knows its place."""
-    max_positions: PositiveInt | None = None
-    """Longest sequence; the number of rows of a learned position table."""
-    rope_base: PositiveFloat = 10000.0
-    """Base of the rotary frequencies."""
-    rope_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Part of a head's channels that is rotated."""
-    rope_scaling: dict[str, Any] | None = None
-    """Scaling of the rotary frequencies, in Hugging Face's words (`rope_type: llama3`, ...)."""
-    activation: Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "squared_relu"] = "swiglu"
-    """Of the feed-forward layer; the -glu kinds have a gate."""
-    bias_qkv: bool = False
-    """Bias on the query, key and value projections."""
-    bias_attention_out: bool = False
-    """Bias on the output projection of attention."""
-    bias_mlp: bool = False
-    """Bias on the projections of the feed-forward layer."""
-    tied: bool = False
-    """The output projection is the embedding table."""
-    dropout_embedding: Dropped = 0.0
-    """Part of the embeddings that training sets to zero."""
-    dropout_attention: Dropped = 0.0
-    """Part of the attention weights that training sets to zero."""
-    dropout_residual: Dropped = 0.0
-    """Part of what attention and feed-forward add to the residual stream that training sets to zero."""
-    init_std: PositiveFloat = 0.02
-    """Standard deviation of the first weights."""
-    init_scaled: bool = True
-    """Divide it by sqrt(2 x layers) for the projections that write to the residual stream."""
+from mtmegatron.config.model import Fraction, ModelConfig, Retained, Section
 
 
 class ParallelConfig(Section):
@@ -91,6 +38,14 @@ class ParallelConfig(Section):
     """Model chunks on each pipeline rank; default: 2 for interleaved, zb-v and dualpipe-v, else 1."""
     pipeline_layers: list[NonNegativeInt] | None = None
     """Layers of each chunk, from the first of the model to the last; default: balanced by cost, embedding and head counted."""
+    expert: PositiveInt = 1
+    """Ranks of a stage (tensor x context x data) that share the experts of a block."""
+    expert_tensor: PositiveInt = 1
+    """Ranks of a stage that share the matrices of one expert."""
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach their experts."""
+    dispatch_parts: PositiveInt = 1
+    """alltoall: parts in which tokens travel, so that one part travels while the experts work on another."""
     data: PositiveInt | None = None
     """Replicas that share the batch; default: what the number of processes leaves."""
     zero: Literal[0, 1, 2, 3] = 0
@@ -118,22 +73,60 @@ class RecomputeConfig(Section):
     """full: every so many blocks of a chunk."""
     first: PositiveInt | None = None
     """full: only the first so many blocks of a chunk."""
+    offload: bool = False
+    """Keep what backward needs in host memory until then, where the device has a memory of its own."""
+
+
+class GroupConfig(Section):
+    """Parameters that are treated in their own way; of several groups the first whose pattern fits a name counts."""
+
+    match: str
+    """Pattern of parameter names, with `*`, `?` and `[..]` as in a shell: `*norm.weight`, `layers.0.*`."""
+    lr: NonNegativeFloat = 1.0
+    """Factor on the learning rate."""
+    decay: NonNegativeFloat | None = None
+    """Factor on the weight decay; default: 1 for what decays (matrices), 0 for the rest."""
+    frozen: bool = False
+    """Never updated, without optimizer state, not in the gradient norm."""
+    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon"] | None = None
+    """Optimizer of these parameters; default: optimizer.kind."""
+
+
+class OneBitConfig(Section):
+    """When the optimizers of one bit compress what they send."""
+
+    freeze: PositiveInt
+    """Updates of the warm-up, after which the variance stays as it is; a fifth of the run is usual."""
 
 
 class OptimizerConfig(Section):
-    """AdamW with linear warm-up and a decay to `min_lr`."""
+    """The optimizer, with warm-up, a decay to `min_lr`, clipping; `docs/optimizers.md` has the equations."""
 
+    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon", "onebit-adam"] = "adamw"
+    """muon takes the matrices between embedding and head, and adamw the rest."""
+    onebit: OneBitConfig | None = None
+    """For the kinds of one bit, whose ranks exchange signs."""
+    groups: list[GroupConfig] = []
+    """Parameters that are treated in their own way."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the last step."""
     warmup: NonNegativeInt = 0
     """Length of the linear warm-up, in `unit`; the first update already uses peak / warmup."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape after the warm-up."""
+    warmup_from: NonNegativeFloat = 0.0
+    """Learning rate that the warm-up begins above."""
+    decay: Literal["cosine", "linear", "constant", "inverse-sqrt", "polynomial", "wsd"] = "cosine"
+    """Shape after the warm-up; wsd: constant (stable), then a decay."""
     decay_length: PositiveInt | None = None
     """Where `min_lr` is reached, in `unit`; default: the end of the run."""
-    unit: Literal["steps", "samples"] = "steps"
+    power: PositiveFloat = 2.0
+    """polynomial: exponent of what is left of the way."""
+    wsd_length: PositiveInt | None = None
+    """wsd: length of the decay, the last part of `decay_length`, in `unit`."""
+    wsd_shape: Literal["linear", "cosine", "exponential", "minus-sqrt"] = "linear"
+    """wsd: shape of the decay."""
+    unit: Literal["steps", "samples", "tokens"] = "steps"
     """What warm-up and decay are counted in."""
     beta1: Retained = 0.9
     """Decay of the first moment."""
@@ -141,12 +134,26 @@ class OptimizerConfig(Section):
     """Decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
+    momentum: Retained | None = None
+    """Of sgd and muon; default: 0.9 and 0.95."""
+    nesterov: bool | None = None
+    """Whether sgd and muon look one step ahead; default: false and true."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of what decays: matrices, not norms, biases or embeddings."""
+    """Weight decay of what decays: matrices, not norms, biases or embeddings. Decoupled, except with adam and sgd (L2)."""
+    weight_decay_end: NonNegativeFloat | None = None
+    """Weight decay at `decay_length`; default: it stays as it is."""
+    weight_decay_shape: Literal["linear", "cosine"] = "linear"
+    """How it gets there."""
     decay_embeddings: bool = False
     """Whether embedding tables decay too."""
     clip: NonNegativeFloat = 1.0
     """Global gradient norm above which gradients are scaled down; 0: never."""
+    clip_value: PositiveFloat | None = None
+    """Size to which each element of a gradient is cut, in place of `clip`; default: none."""
+    skip_norm: PositiveFloat | None = None
+    """Global gradient norm above which a step is skipped; default: none."""
+    ema: Retained | None = None
+    """Decay of an exponential moving average of the weights, kept in fp32 and in checkpoints; default: none."""
 
 
 class Source(Section):
@@ -205,6 +212,50 @@ class LogConfig(Section):
     """Weights & Biases project to log to."""
 
 
+class RampConfig(Section):
+    """The global batch grows in equal stages from `start` to train.global_batch."""
+
+    start: PositiveInt
+    """Sequences of the first steps."""
+    increment: PositiveInt
+    """Sequences that each stage adds."""
+    samples: PositiveInt
+    """Sequences over which it grows; each stage has an equal share."""
+
+
+class Fp8Config(Section):
+    """Products of 8-bit floats."""
+
+    format: Literal["e4m3", "hybrid"] = "e4m3"
+    """e4m3 for all operands; hybrid: e5m2, which has more range and less precision, for gradients of activations."""
+    high_precision: list[str] | None = None
+    """Patterns of names of linear layers that stay in bf16, as `layers.0.*` or `*.mlp.down`; default: those of the first and the last block. Head,
+    router, experts, embedding and norms always do."""
+    history: PositiveInt = 1024
+    """delayed: steps whose largest numbers are remembered."""
+    margin: NonNegativeInt = 0
+    """delayed: scales leave room for numbers 2^margin times as large."""
+    interval: PositiveInt = 1
+    """delayed: steps between two changes of the scales."""
+
+
+class LossScaleConfig(Section):
+    """The dynamic loss scale; `docs/precision.md` says exactly when it changes."""
+
+    initial: PositiveFloat = 65536.0
+    """First scale."""
+    growth: Annotated[float, Field(gt=1.0)] = 2.0
+    """Factor after `interval` steps in a row without overflow."""
+    interval: PositiveInt = 1000
+    """So many steps."""
+    backoff: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Factor at an overflow."""
+    hysteresis: PositiveInt = 2
+    """The scale is lowered at this overflow since it last grew and at each after it; those before only skip their step."""
+    minimum: PositiveFloat = 1.0
+    """An overflow at this scale stops the run."""
+
+
 class TrainConfig(Section):
     """The run itself."""
 
@@ -214,12 +265,19 @@ class TrainConfig(Section):
     """Optimizer steps."""
     global_batch: PositiveInt = 8
     """Sequences of one optimizer step, over all ranks."""
+    ramp: RampConfig | None = None
+    """Smaller batches at the beginning; default: none."""
     micro_batch: PositiveInt = 1
     """Sequences of one forward pass on one rank."""
     seed: int = 1234
     """First weights and the order of the data."""
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16 keeps fp32 master weights and gradients; fp64 is for proofs."""
+    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "fp8-mxfp8"] = "fp32"
+    """bf16 and fp16 keep fp32 master weights and gradients; fp8 is bf16 with products of 8-bit floats, by one of the recipes; fp64 is for proofs.
+    `docs/precision.md`."""
+    fp8: Fp8Config = Fp8Config()
+    """fp8: its format and where it is not used."""
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    """fp16: the factor on the loss."""
     resume: Literal["auto", "never", "must"] = "auto"
     """Continue from the newest good checkpoint in the folder: if there is one, never, or refuse to start without."""
     accept_changes: list[str] = []
@@ -233,9 +291,13 @@ class TrainConfig(Section):
     z_loss: NonNegativeFloat = 0.0
     """Weight of the squared log-partition function per token."""
     max_skipped: NonNegativeInt = 3
-    """Steps in a row with a loss or gradient that is not finite, after which the run stops."""
+    """Steps skipped in a row (loss or gradient not finite, norm above optimizer.skip_norm) after which the run stops."""
     timeline: PositiveInt | None = None
     """Step whose pipeline actions are timed and drawn, to timeline.json and timeline.png in `folder`; default: none."""
+    numerics: Literal["fast", "canonical"] = "fast"
+    """canonical: the same bits in every layout, at a price; `docs/numerics.md`."""
+    blocks: PositiveInt = 4
+    """canonical: parts into which each split dimension is cut in every layout; tensor and context divide it, and it is part of the bits."""
     timeout: PositiveFloat = 600.0
     """Seconds after which a collective that does not complete is an error."""
 

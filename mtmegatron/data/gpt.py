@@ -24,10 +24,11 @@ INDEX = {"epochs": epoch_index, "together": together_index}
 
 
 class Sample(NamedTuple):
-    """One sample. Shapes: tokens sequence + 1 (int64): inputs are tokens[:-1], labels tokens[1:].
+    """One sample. Shapes: tokens sequence + 1 (int64): inputs are tokens[:sequence], labels tokens[1 : sequence + 1];
+    behind them up to `ahead` more, for multi-token prediction.
 
     `starts` (int64, ascending): where the pieces of documents begin in `tokens`. The first is 0 (a document's
-    beginning, or its continuation from another sample); the last may be `sequence`, where only the last label is of a
+    beginning, or its continuation from another sample); the last may be `sequence` or more, where only labels are of a
     new document. With document masking, positions restart at each of them and the label before each (`labels[start -
     1]`) crosses a boundary.
     """
@@ -41,6 +42,8 @@ class GPTDataset:
 
     `shuffle`: see `samples.py`. `wrap`: whether a corpus that is too short starts a new epoch; else UserError "needs
     12 samples, has 5". `cache`: folder for the index, shared or not between the processes; None keeps it in memory.
+    `ahead`: tokens that a sample shows beyond its last label, as far as its pass over the documents has them. They
+    change neither the number of samples nor their order.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class GPTDataset:
         split_name: str = "train",
         wrap: bool = True,
         shuffle: Literal["epochs", "together"] = "epochs",
+        ahead: int = 0,
     ):
-        self.reader, self.sequence, self.split_name = reader, sequence, split_name
+        self.reader, self.sequence, self.split_name, self.ahead = reader, sequence, split_name, ahead
         self.first, last = documents or (0, reader.documents)
+        self.documents = last - self.first
         tokens = reader.token_start(last) - reader.token_start(self.first)
         self.samples_per_epoch = max(0, tokens - 1) // sequence
         self.samples = self.samples_per_epoch if samples is None else samples
@@ -89,17 +94,21 @@ class GPTDataset:
         if not 0 <= i < self.samples:
             raise IndexError(f"sample {i} of {self.samples}")
         position, offset = (int(x) for x in self._starts[i])
-        pieces, starts, missing = [], [], self.sequence + 1
-        while missing:
+        pieces, starts, found, wanted = [], [], 0, self.sequence + 1 + self.ahead
+        while found < wanted and not (found > self.sequence and self._begins_a_pass(position)):
             document = self.first + int(self._order[position])
             length = self.reader.token_start(document + 1) - self.reader.token_start(document)
-            piece = self.reader.read(document, offset, min(missing, length - offset))
+            piece = self.reader.read(document, offset, min(wanted - found, length - offset))
             if len(piece):
-                starts.append(self.sequence + 1 - missing)
+                starts.append(found)
                 pieces.append(piece)
-            missing -= len(piece)
+            found += len(piece)
             position, offset = position + 1, 0
         return Sample(np.concatenate(pieces).astype(np.int64), np.array(starts, np.int64))
+
+    def _begins_a_pass(self, position: int) -> bool:
+        """Whether a place in the order of documents comes after a whole pass: only a longer run has tokens there."""
+        return position % self.documents == 0
 
     def _check_request(self, tokens: int, documents: int, samples: int | None, wrap: bool, seed: int) -> None:
         where = f"{self.reader.prefix}, split {self.split_name}"
@@ -152,6 +161,7 @@ def build_dataset(
     cache: str | Path | None = None,
     wrap: bool = True,
     shuffle: Literal["epochs", "together"] = "epochs",
+    ahead: int = 0,
 ) -> BlendedDataset:
     """One split of (weight, prefix) corpora: each corpus is split by documents, then sampled by weight."""
     readers = [IndexedReader(prefix) for _, prefix in corpora]
@@ -166,7 +176,7 @@ def build_dataset(
     datasets = [
         GPTDataset(
             reader, documents=_range(reader, split, which), sequence=sequence, samples=count, seed=seed, cache=cache,
-            split_name=split_name, wrap=wrap, shuffle=shuffle,
+            split_name=split_name, wrap=wrap, shuffle=shuffle, ahead=ahead,
         )
         for reader, count in zip(readers, needed)
     ]  # fmt: skip

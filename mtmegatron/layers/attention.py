@@ -11,15 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from mtmegatron.batch import Bounds
-from mtmegatron.config.schema import ModelConfig
+from mtmegatron.config.derived import rotated
+from mtmegatron.config.model import ModelConfig
 from mtmegatron.layers.build import Build
 from mtmegatron.layers.dropout import Noise
 from mtmegatron.layers.linear import Linear, project
+from mtmegatron.layers.norm import Norm
 from mtmegatron.ops.attention import attention, attention_cached
 from mtmegatron.ops.attention_dropout import attention_dropout
 from mtmegatron.ops.rope import rope, rope_table
+from mtmegatron.parallel.canonical import attention as canonical
+from mtmegatron.parallel.canonical.rows import wide
 from mtmegatron.parallel.context import context_attention
 from mtmegatron.parallel.recompute import recomputed
+from mtmegatron.placement import GRADIENT_AXES
 
 
 @dataclass
@@ -80,13 +85,14 @@ class Cache:
 @dataclass
 class Where:
     """Where the tokens of a micro-batch stand: document bounds of the whole micro-batch, tokens of a sequence, rotary (cos, sin) [T, R/2] or
-    None, cache of a generation or None, and in training what dropout is drawn from."""
+    None, cache of a generation or None, in training what dropout is drawn from, and outside generation the places of the tokens in the batch [T]."""
 
     bounds: Bounds
     length: int
     rotary: tuple[Tensor, Tensor] | None = None
     cache: Cache | None = None
     noise: Noise | None = None
+    numbers: Tensor | None = None
 
 
 class Rotary(nn.Module):
@@ -94,7 +100,7 @@ class Rotary(nn.Module):
 
     def __init__(self, model: ModelConfig, dtype: torch.dtype):
         super().__init__()
-        self.size = int(model.head_size * model.rope_fraction)
+        self.size = rotated(model)
         self.base, self.scaling = model.rope_base, model.rope_scaling
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.table: tuple[Tensor, Tensor] | None = None
@@ -107,41 +113,62 @@ class Rotary(nn.Module):
         return self.table[0].index_select(0, positions), self.table[1].index_select(0, positions)
 
 
-class Attention(nn.Module):
+class Heads(nn.Module):
+    """This rank's query heads, and for each of them softmax(scale Q Kᵀ) V; scale is H^-1/2 when None."""
+
+    def __init__(self, model: ModelConfig, layer: int, build: Build, scale: float | None = None):
+        super().__init__()
+        self.mesh, self.kind, self.exact = build.mesh, build.context_kind, build.exact
+        self.layer, self.scale, self.again = layer, scale, "attention" in build.recompute
+        self.heads = model.heads // build.tensor.size
+        self.dropout, first = model.dropout_attention, build.tensor.rank * self.heads
+        self.numbers = range(first, first + self.heads)  # of this rank's heads in the whole
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
+        """All keys are those of the micro-batch itself. Shapes: [T, N, H], [T, K, H], [T, K, Hv] -> [T, N, Hv]."""
+        if self.exact:
+            return canonical.attention(query, key, value, where.bounds, where.length, self.mesh["context"], self.exact, self.scale)
+        if where.noise is not None and self.dropout:
+            stream, tokens = where.noise.stream(self.layer, "attention"), where.noise.numbers
+            return attention_dropout(query, key, value, where.bounds, stream, tokens, self.numbers, self.dropout, scale=self.scale)
+        return context_attention(query, key, value, where.bounds, where.length, mesh=self.mesh, kind=self.kind, scale=self.scale)
+
+
+class Attention(Heads):
     """Causal attention: Y = concat_heads(softmax(Q Kᵀ / sqrt(H)) V) W_outᵀ.
 
     Each tensor rank holds N / t query heads and K / t key/value heads; with K < t a key/value head is held by t / K ranks, whose gradients of it
     add up. Shapes: [T', D] -> [T', D]."""
 
     def __init__(self, model: ModelConfig, layer: int, build: Build, out_std: float):
-        super().__init__()
-        self.mesh, self.kind = build.mesh, build.context_kind
-        self.layer, self.head_size, self.again = layer, model.head_size, "attention" in build.recompute
-        self.heads = model.heads // build.tensor.size
-        self.dropout, first = model.dropout_attention, build.tensor.rank * self.heads
-        self.numbers = range(first, first + self.heads)  # of this rank's heads in the whole
+        super().__init__(model, layer, build)
+        self.head_size = model.head_size
         self.kv_heads = model.kv_heads // build.layout.key_value if build.layout.key_value else model.kv_heads // build.tensor.size
         std, bias, width, size = model.init_std, model.bias_qkv, model.width, model.head_size
         self.query = Linear(width, model.heads * size, build, split="columns", bias=bias, std=std)
         self.key = Linear(width, model.kv_heads * size, build, split="columns", bias=bias, std=std, axis="key_value")
         self.value = Linear(width, model.kv_heads * size, build, split="columns", bias=bias, std=std, axis="key_value")
         self.out = Linear(model.heads * size, width, build, split="rows", bias=model.bias_attention_out, std=out_std)
+        self.query_norm = self.key_norm = None
+        if model.qk_norm:
+            summed = GRADIENT_AXES + ("tensor",) if build.tensor.size > 1 else GRADIENT_AXES  # each rank normalises its own heads
+            self.query_norm, self.key_norm = (Norm("rmsnorm", size, model.norm_eps, build, summed) for _ in range(2))
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         heads = project(x, self.query, self.key, self.value).unflatten(1, (-1, self.head_size))
         turned, value = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.query_norm is not None:
+            query, key = turned.split([self.heads, self.kv_heads], dim=1)
+            turned = torch.cat([self.query_norm(query), self.key_norm(key)], dim=1)
         if where.rotary is not None:
-            turned = rope(turned, *where.rotary)
+            turned = wide(rope, turned, *where.rotary) if self.exact else rope(turned, *where.rotary)
         query, key = turned.split([self.heads, self.kv_heads], dim=1)
         attend = recomputed if self.again else _call
         return self.out(attend(self._attend, query, key, value, where).flatten(1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
-        if where.noise is not None and self.dropout:
-            stream = where.noise.stream(self.layer, "attention")
-            return attention_dropout(query, key, value, where.bounds, stream, where.noise.numbers, self.numbers, self.dropout)
         if where.cache is None:
-            return context_attention(query, key, value, where.bounds, where.length, mesh=self.mesh, kind=self.kind)
+            return self._core(query, key, value, where)
         lengths = where.bounds.lengths
         documents = where.cache.extend(self.layer, key, value, lengths)
         if all(n == k.shape[0] for n, (k, _) in zip(lengths, documents)):  # nothing came before

@@ -10,10 +10,13 @@ from torch import nn
 
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Axis, Mesh
+from mtmegatron.parallel.canonical.exact import Exact
 from mtmegatron.parallel.gradient import WeightQueue
+from mtmegatron.parallel.offload import Offload
 from mtmegatron.parallel.tensor import copy, gather_tokens, reduce, scatter_sum
 from mtmegatron.placement import GRADIENT_AXES, Init, Placement, parameter
 from mtmegatron.precision.gemm import Gemm
+from mtmegatron.precision.scaling import LossScale
 
 
 @dataclass
@@ -26,6 +29,9 @@ class Build:
     queue: WeightQueue = field(default_factory=WeightQueue)
     context_kind: str = "allgather"
     recompute: frozenset[str] = frozenset()  # parts of a block that backward computes again
+    offload: Offload | None = None  # of what blocks keep
+    exact: Exact | None = None  # with canonical numerics
+    loss_scale: LossScale | None = None  # in fp16
 
     @property
     def layout(self) -> Layout:
@@ -42,6 +48,10 @@ class Build:
 
     def parameter(self, shape: tuple[int, ...], init: Init, decay: bool, split=(), summed=GRADIENT_AXES) -> nn.Parameter:
         return parameter(Placement(shape, init, decay, split, summed), self.layout, self.mesh.rank, self.dtype)
+
+    def own_tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of what describes tokens: T -> T / tensor under sequence parallel."""
+        return x.chunk(self.tensor.size)[self.tensor.rank] if self.layout.sequence else x
 
     def whole_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Activations of all tokens, for a layer whose weights are split: T / tensor -> T under sequence parallel."""

@@ -24,6 +24,4 @@ class Noise:
         """x with a part p of its elements set to zero and the others scaled up. Shapes: [T', D] -> [T', D]."""
         if p == 0.0:
             return x
-        axis = build.tensor
-        own = self.numbers.chunk(axis.size)[axis.rank] if build.layout.sequence else self.numbers
-        return dropout(x, self.stream(layer, site), own, range(x.shape[1]), p)
+        return dropout(x, self.stream(layer, site), build.own_tokens(self.numbers), range(x.shape[1]), p)

@@ -8,11 +8,20 @@ Notable: Y = X Wᵀ + b.
 `project` multiplies one input with several column layers as one matrix.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+import torch
 from torch import Tensor, nn
 
 from mtmegatron.layers.build import Build
+from mtmegatron.parallel.canonical import linear as canonical
+from mtmegatron.parallel.canonical.linear import Cut
 from mtmegatron.parallel.tensor import Moves, linear
 from mtmegatron.placement import GRADIENT_AXES, Init
+from mtmegatron.precision.amax import KINDS
+from mtmegatron.precision.fp8 import Fp8, Fp8Gemm
 
 
 class Linear(nn.Module):
@@ -36,13 +45,36 @@ class Linear(nn.Module):
         before = ("gather" if sequence else "copy") if split == "columns" and many else None
         after = ("scatter" if sequence else "reduce") if split == "rows" and many else None
         self.moves = Moves(build.tensor, build.gemm, build.queue, before, after)
+        self.split, self.build, self.exact = split, build, build.exact
+        self.cut = Cut.of(self.weight, build.exact, build.layout, build.mesh.rank) if build.exact else None
 
     def forward(self, x: Tensor) -> Tensor:
         return project(x, self)
+
+    def multiply_in_fp8(self, fp8: Fp8) -> None:
+        """From now on this layer's products are made of 8-bit floats."""
+        build, tensor = self.build, (self.build.tensor,)
+        ways = {"columns": ((), tensor, ()), "rows": (tensor, (), ()), None: ((), (), tensor if build.layout.sequence else ())}
+        inputs, outputs, tokens = ways[self.split]
+        self.moves = replace(self.moves, gemm=Fp8Gemm(fp8, inputs, outputs, (*tokens, build.mesh["context"])))
+        if fp8.histories is not None:
+            self.register_buffer("amax_history", torch.zeros(KINDS, fp8.histories.steps, device=build.mesh.device))
+            fp8.histories.add(self.weight, self.amax_history)
 
 
 def project(x: Tensor, *layers: Linear) -> Tensor:
     """One input times several layers of the same split, their outputs side by side. Shapes: [T', in] -> [T, sum of local outputs]."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
     assert len(biases) in (0, len(layers)), "layers that are used together have a bias all or none"
+    if layers[0].exact:
+        return canonical.linear(x, [layer.cut for layer in layers], biases, layers[0].moves, layers[0].exact)
+    if any(layer.moves != layers[0].moves for layer in layers):  # some of them in fp8
+        return torch.cat([project(x, layer) for layer in layers], dim=1)
     return linear(x, [layer.weight for layer in layers], biases, layers[0].moves)
+
+
+def use_fp8(modules: Iterable[tuple[str, nn.Module]], fp8: Fp8, high: Sequence[str]) -> None:
+    """Lets the linear layers among named modules multiply in fp8, but for those whose names match a pattern of `high`."""
+    for name, module in modules:
+        if isinstance(module, Linear) and not any(fnmatchcase(name, pattern) for pattern in high):
+            module.multiply_in_fp8(fp8)

@@ -1,11 +1,14 @@
 """The feed-forward layer: columns in, rows out, with or without a gate."""
 
+from functools import partial
+
 from torch import Tensor, nn
 
-from mtmegatron.config.schema import ModelConfig
+from mtmegatron.config.model import ModelConfig
 from mtmegatron.layers.build import Build
 from mtmegatron.layers.linear import Linear, project
 from mtmegatron.ops.activation import ACTIVATIONS
+from mtmegatron.parallel.canonical.rows import wide
 from mtmegatron.parallel.recompute import dropped, recomputed
 
 
@@ -15,7 +18,8 @@ class MLP(nn.Module):
     def __init__(self, model: ModelConfig, build: Build, out_std: float):
         super().__init__()
         self.recompute = build.recompute
-        self.activation, gated = ACTIVATIONS[model.activation]
+        activation, gated = ACTIVATIONS[model.activation]
+        self.activation = partial(wide, activation) if build.exact else activation
         width, ffn, bias, std = model.width, model.ffn, model.bias_mlp, model.init_std
         self.gate = Linear(width, ffn, build, split="columns", bias=bias, std=std) if gated else None
         self.up = Linear(width, ffn, build, split="columns", bias=bias, std=std)
@@ -29,7 +33,7 @@ class MLP(nn.Module):
             inner = self._up(x)
             product, again = self.activation(inner), (self.activation, inner)
         if "activation" in self.recompute:
-            product = dropped(product, lambda: again[0](again[1]))
+            product = dropped(product, *again)
         return self.down(product)
 
     def _up(self, x: Tensor) -> Tensor:

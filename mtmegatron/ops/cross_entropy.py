@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mtmegatron.batch import IGNORE
 
-CHUNK_LOGITS = 2**20  # logits of one chunk: 4 MB in fp32; benchmarks/ops.py
+CACHED_LOGITS = 2**20  # of one chunk on a CPU, which stay in its cache: 4 MB in fp32; benchmarks/ops.py
+CHUNK_LOGITS = 2**26  # elsewhere, where a chunk has to fill the device: 256 MB
 
 
 class Axis(Protocol):
@@ -80,18 +81,23 @@ def linear_cross_entropy(
     `scale` is in them. `accumulate(dlogits_CV, hidden_CD)` is called for each chunk: the caller adds dlogitsT hidden to
     its gradient of the weight and the column sums of dlogits to that of the bias; autograd then gives neither, and the
     gradient that comes in must be 1. Without it autograd returns both. The gradient of hidden is this rank's part: its
-    sum over `axis` is the caller's. `chunk` is tokens per chunk (None: about CHUNK_LOGITS logits); `matmul(a, b)`
+    sum over `axis` is the caller's. `chunk` is tokens per chunk (None: by the device's type); `matmul(a, b)`
     multiplies all three GEMMs.
 
     Shapes: hidden [T, D], weight [V, D] and bias [V] with V local, labels [T] global ids; three 0-d results in at least
     fp32.
     """
     spec = _Spec.of(weight_VD.shape[0], axis, start, vocab, ignore, smoothing, z_loss)
-    chunk = chunk or max(1, CHUNK_LOGITS // weight_VD.shape[0])
+    chunk = chunk or _chunk(hidden_TD.device, weight_VD.shape[0])
     differentiable = [t for t in (hidden_TD, weight_VD, bias_V) if t is not None and t.requires_grad]
     record = torch.is_grad_enabled() and bool(differentiable or accumulate)
     plan = _Plan(spec, scale, accumulate, chunk, matmul, record)
     return _LinearCrossEntropy.apply(hidden_TD, weight_VD, bias_V, labels_T, plan)
+
+
+def _chunk(device: torch.device, vocab: int) -> int:
+    """Tokens of a chunk whose logits, `vocab` for each, suit a type of device. Meta tensors stand for an accelerator's."""
+    return max(1, (CACHED_LOGITS if device.type == "cpu" else CHUNK_LOGITS) // vocab)
 
 
 @dataclass(frozen=True)

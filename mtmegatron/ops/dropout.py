@@ -67,6 +67,13 @@ def keep_mask(stream: Stream, rows: Tensor, columns: range | Tensor, p: float) -
     return keep
 
 
+def uniform(stream: Stream, rows: Tensor, columns: range) -> Tensor:
+    """Numbers from (0, 1), fp32, of the same bits as `keep_mask`. Shapes: rows [T], columns a range of C; result [T, C]."""
+    low, high = (word[:, None] for word in _row_words(stream, rows))
+    words = _element_words(low, high, torch.arange(columns.start, columns.stop, dtype=torch.int32, device=rows.device))
+    return (_shifted(words, 9).float() + 0.5) * 2.0**-23  # 24 bits with the half: exact
+
+
 class _Dropout(torch.autograd.Function):
     """A product with a diagonal matrix, so backward is the same function of the gradient."""
 

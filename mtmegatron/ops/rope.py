@@ -32,6 +32,15 @@ def inverse_frequencies(size: int, base: float, scaling: dict | None = None) -> 
         raise UserError(f"rope scaling {kind!r} lacks the entry {missing}: add it to the configuration") from None
 
 
+def score_factor(scaling: dict | None) -> float:
+    """Factor on the scores of latent attention: (0.1 m ln(factor) + 1)^2 where the scaling has m = `mscale_all_dim`, else 1.
+
+    With it all channels of query and key have the temperature m, and cos and sin carry the rest, `mscale` over it
+    (DeepSeek-V2's model code; the paper, 2405.04434, 3.1.4, has the factor as sqrt(t))."""
+    mscale = (scaling or {}).get("mscale_all_dim")
+    return _temperature(scaling["factor"], mscale) ** 2 if mscale else 1.0
+
+
 def rope_table(
     positions_T: Tensor, size: int, base: float, dtype: torch.dtype = torch.float32, scaling: dict | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -140,14 +149,15 @@ def _yarn(plain: Tensor, base: float, scaling: dict) -> tuple[Tensor, float]:
 
 
 def _yarn_temperature(factor: float, scaling: dict) -> float:
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
     if scaling.get("attention_factor") is not None:
         return scaling["attention_factor"]
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return temperature(scaling["mscale"]) / temperature(scaling["mscale_all_dim"])
-    return temperature(1.0)
+        return _temperature(factor, scaling["mscale"]) / _temperature(factor, scaling["mscale_all_dim"])
+    return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 SCALINGS: dict[str, Callable[[Tensor, float, dict], tuple[Tensor, float]]] = {

@@ -13,7 +13,7 @@ Notable:
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Literal
 
@@ -65,12 +65,13 @@ class ContextSplit:
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs(sequences, length)])
 
     def select(self, batch: Batch, sequences: int) -> Batch:
-        """This rank's tokens, labels and positions; the bounds stay those of the whole micro-batch."""
+        """This rank's part of all that is one a token; the bounds stay those of the whole micro-batch."""
         if self.degree == 1:
             return batch
         held = self.indices(sequences, batch.bounds.total // sequences).to(batch.tokens.device)
-        numbers = None if batch.numbers is None else batch.numbers[held]
-        return Batch(batch.tokens[held], batch.labels[held], batch.positions[held], batch.bounds, numbers)
+        names = ("tokens", "labels", "positions", "numbers", "ahead_tokens", "ahead_labels")
+        parts = {name: whole[..., held] for name in names if (whole := getattr(batch, name)) is not None}
+        return replace(batch, **parts)
 
 
 def context_attention(
@@ -136,21 +137,21 @@ class _Gathered:
     sequences: int
 
     def visits(self, kv: Tensor) -> Iterator[tuple[list[Block], Tensor]]:
-        yield self.plan, _sequence_order(self.axis.all_gather(kv), self.axis.size, self.sequences)
+        yield self.plan, sequence_order(self.axis.all_gather(kv), self.axis.size, self.sequences)
 
     def sums(self, kv: Tensor, gradient: Callable[[list[Block], Tensor], Tensor]) -> Tensor:
         ((blocks, whole),) = self.visits(kv)
-        return self.axis.reduce_scatter(_rank_order(gradient(blocks, whole), self.axis.size, self.sequences))
+        return self.axis.reduce_scatter(rank_order(gradient(blocks, whole), self.axis.size, self.sequences))
 
 
-def _sequence_order(x: Tensor, degree: int, sequences: int) -> Tensor:
+def sequence_order(x: Tensor, degree: int, sequences: int) -> Tensor:
     """What the ranks of a zigzag hold, rank after rank along dim 0, as whole sequences."""
     first, second = x.unflatten(0, (degree, sequences, 2, -1)).transpose(0, 1).unbind(2)  # [B, degree, chunk, ..]
     return torch.cat((first, second.flip(1)), 1).flatten(0, 2)
 
 
-def _rank_order(x: Tensor, degree: int, sequences: int) -> Tensor:
-    """The inverse of `_sequence_order`."""
+def rank_order(x: Tensor, degree: int, sequences: int) -> Tensor:
+    """The inverse of `sequence_order`."""
     first, second = x.unflatten(0, (sequences, 2, degree, -1)).unbind(1)
     return torch.stack((first, second.flip(1)), 2).transpose(0, 1).flatten(0, 3)
 
@@ -168,7 +169,7 @@ def _tokens_for_heads(query: Tensor, key: Tensor, value: Tensor, axis: Axis, seq
         key, value = (t.repeat_interleave(lcm(heads, u) // heads, 1) for t in (key, value))
     parts = [t.unflatten(1, (u, -1)).transpose(0, 1) for t in (query, key, value)]  # [u, T, heads / u, H]
     exchanged = _AllToAll.apply(torch.cat([t.flatten(2) for t in parts], 2).flatten(0, 1), axis)
-    received = _sequence_order(exchanged, u, sequences).split([t.shape[2] * t.shape[3] for t in parts], 1)
+    received = sequence_order(exchanged, u, sequences).split([t.shape[2] * t.shape[3] for t in parts], 1)
     return [r.unflatten(1, t.shape[2:]) for r, t in zip(received, parts)]
 
 
@@ -176,7 +177,7 @@ def _heads_for_tokens(out: Tensor, axis: Axis, sequences: int) -> Tensor:
     """This rank's tokens again, with all heads. Shapes: [T * u, N / u, H] -> [T, N, H]."""
     if axis.size == 1:
         return out
-    received = _AllToAll.apply(_rank_order(out, axis.size, sequences), axis)
+    received = _AllToAll.apply(rank_order(out, axis.size, sequences), axis)
     return received.unflatten(0, (axis.size, -1)).transpose(0, 1).flatten(1, 2)
 
 

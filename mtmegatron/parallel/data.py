@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mtmegatron.layout import share
 from mtmegatron.mesh import Axis, Mesh, Pending
+from mtmegatron.parallel.canonical.exact import GRADIENT, number
 from mtmegatron.placement import Placement
 from mtmegatron.precision.types import Types
 
@@ -44,21 +45,29 @@ class Item:
 
 @dataclass
 class Bucket:
-    """Some parameters with the same summed axes. `axis`: the ranks that share its shards; `copies`: those that hold the same shard.
+    """Some parameters with the same summed axes. `axis`: the ranks that share its shards; `copies`: those that hold the same shard;
+    `forward_only`: backward does not read the values, so with ZeRO 3 they are not gathered for it.
 
-    `values`, `gradients`: the whole buffers; `own_values`, `own_gradients`: this rank's shard of them, which always exists."""
+    `values`, `gradients`: the whole buffers, into which backward adds; `own_values`, `own_sums`: this rank's shard of them, which always exists.
+    `reduced`: the gradients that the optimizer gets, of all of the bucket with ZeRO 0, else of the shard; `own_gradients`: of the shard. They are the
+    sums themselves, or the numbers that the integers of canonical numerics stand for."""
 
     axis: Axis
     copies: Axis
     counted: bool
     leaves_stage: bool
     zero: int
+    forward_only: bool = False
     units: set[str] = field(default_factory=set)
     items: list[Item] = field(default_factory=list)
     values: Tensor | None = None
     gradients: Tensor | None = None
     own_values: Tensor | None = None
+    own_sums: Tensor | None = None
+    reduced: Tensor | None = None
     own_gradients: Tensor | None = None
+    empty: bool = True  # nothing has been reduced in this step
+    adds: bool = False  # what is being reduced is added to the sum so far
     decaying: int = 0  # the first so many elements belong to parameters that decay
     reducing: Pending | None = None
     gathering: Pending | None = None
@@ -91,11 +100,14 @@ class Bucket:
         total = -(-position // block) * block
         device = order[0][1].device
         self.values = torch.zeros(total, dtype=types.compute, device=device)
-        self.gradients = torch.zeros(total, dtype=types.gradient, device=device)
+        self.gradients = torch.zeros(total, dtype=types.sums, device=device)
         for item in self.items:
             self._adopt(item)
         self.own_values = self.values[self.shard].clone() if self.loose_values else self.values[self.shard]
-        self.own_gradients = torch.zeros_like(self.gradients[self.shard]) if self.loose_gradients else self.gradients[self.shard]
+        self.own_sums = torch.zeros_like(self.gradients[self.shard]) if self.loose_gradients else self.gradients[self.shard]
+        sums = self.gradients if self.zero == 0 else self.own_sums
+        self.reduced = sums if types.sums == types.gradient else torch.zeros(sums.shape, dtype=types.gradient, device=device)
+        self.own_gradients = self.reduced[self.shard] if self.zero == 0 else self.reduced
         if self.loose_gradients:
             _release(self.gradients)
         if self.loose_values:
@@ -110,13 +122,14 @@ class Bucket:
         if param.grad_sum.dtype == param.dtype:
             param.grad = param.grad_sum  # autograd adds in place
         else:
-            param.register_post_accumulate_grad_hook(_fold)
+            param.register_post_accumulate_grad_hook(_fold if param.grad_sum.is_floating_point() else _refuse)
 
     # ---- gradients
 
     def clear(self) -> None:
         """Gradients of the last step go."""
-        (self.own_gradients if self.loose_gradients else self.gradients).zero_()
+        (self.own_sums if self.loose_gradients else self.gradients).zero_()
+        self.empty = True
 
     def expect_gradients(self) -> None:
         """Something is about to be added to the sums: the buffer has to exist."""
@@ -129,22 +142,27 @@ class Bucket:
 
     def start_reduction(self, dtype: torch.dtype) -> None:
         if _exists(self.gradients) and self.reducing is None:
-            self.reducing = self.axis.start_reduce_scatter(self.gradients, dtype, out=None if self.loose_gradients else self.own_gradients)
+            self.adds, self.empty = self.loose_gradients and (not self.empty or self.axis.size == 1), False
+            self.reducing = self.axis.start_reduce_scatter(self.gradients, dtype, out=None if self.adds else self.own_sums)
 
     def finish_reduction(self) -> None:
         """Afterwards the own shard holds the sum of all that was added so far."""
         if self.reducing is None:
             return
         part, self.reducing = self.reducing.wait(), None
+        if self.adds:
+            self.own_sums += part
         if self.loose_gradients:
-            self.own_gradients += part
             _release(self.gradients)
 
     def sum_copies(self) -> None:
         """The sum over groups that hold copies of the shard; for ZeRO 0 the whole gradient."""
-        self.copies.all_reduce(self.own_gradients)
+        self.copies.all_reduce(self.own_sums)
         if self.zero == 0 and self.axis.size > 1:
-            self.axis.all_gather(self.own_gradients, out=self.gradients)
+            self.axis.all_gather(self.own_sums, out=self.gradients)
+        if not self.gradients.is_floating_point():
+            sums = self.gradients if self.zero == 0 else self.own_sums
+            self.reduced.copy_(number(sums, GRADIENT, self.reduced.dtype))
 
     # ---- values
 
@@ -161,7 +179,7 @@ class Bucket:
             self.gathering = None
 
     def drop_values(self) -> None:
-        if self.loose_values:
+        if self.loose_values and _exists(self.values):
             self.finish_gather()
             _release(self.values)
 
@@ -178,6 +196,10 @@ def _bring_back(buffer: Tensor) -> None:
     buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
 
 
+def _refuse(param: nn.Parameter) -> None:
+    assert param.grad is None, "canonical numerics: a function handed a sum of floats to autograd"
+
+
 def _fold(param: nn.Parameter) -> None:
     """Adds what autograd delivered in a 16-bit type to the wide sum."""
     if param.grad is not None:  # None: the function that used it added to the sum itself
@@ -189,33 +211,37 @@ class Buckets:
     """All parameters of this rank in flat buckets, in the order in which backward completes them.
 
     `units`: modules whose parameters are used together, by name, in the order of the forward pass. The model calls `before_forward` and so on
-    around each of them."""
+    around each of them; a module whose backward does not read its parameters says so by `forward_only`.
+    `buffers`: by name, what belongs to the model's state and has no gradient: whole and equal on every rank of its stage."""
 
     def __init__(
         self, units: dict[str, list[nn.Module]], names: dict[nn.Parameter, str], mesh: Mesh, types: Types, *, zero: int,
-        bucket_bytes: float, overlap: bool, reduce_dtype: torch.dtype | None = None,
+        bucket_bytes: float, overlap: bool, reduce_dtype: torch.dtype | None = None, buffers: dict[str, Tensor] | None = None,
     ):  # fmt: skip
+        self.buffers = buffers or {}
         self.mesh, self.zero, self.overlap = mesh, zero, overlap
-        self.reduce_dtype = reduce_dtype or types.gradient
+        self.reduce_dtype = reduce_dtype or types.sums
         self.order = list(units)
         self.buckets = _build(units, names, mesh, types, zero, 0.0 if zero >= 3 else bucket_bytes)
         self.of_unit = {unit: [b for b in self.buckets if unit in b.units] for unit in units}
+        self.reduces = True
         self.complete = False  # whether the backward under way completes gradients: the last of a step, or any with ZeRO 2 and 3
         self._left: dict[int, set[str]] = {}
 
     # ---- around a step
 
-    def start(self) -> None:
-        """Clears the gradients of the last step."""
+    def start(self, reduces: bool = True) -> None:
+        """Clears the gradients of the last step. `reduces`: whether this step sums them over the ranks; else each keeps its part."""
+        self.reduces = reduces
         for bucket in self.buckets:
             bucket.clear()
         self._left = {id(bucket): set(bucket.units) for bucket in self.buckets}
 
     def finish(self) -> None:
         """Completes all reductions of the step; those that leave the stage come last."""
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.reduces else ():
             bucket.start_reduction(self.reduce_dtype)
-        for bucket in self.buckets:
+        for bucket in self.buckets if self.reduces else ():
             bucket.finish_reduction()
             bucket.sum_copies()
 
@@ -250,7 +276,7 @@ class Buckets:
         for bucket in self.of_unit[unit]:
             left = self._left[id(bucket)]
             left.discard(unit)
-            if not left and not bucket.leaves_stage and (self.overlap or self.zero >= 2):
+            if self.reduces and not left and not bucket.leaves_stage and (self.overlap or self.zero >= 2):
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -266,12 +292,16 @@ class Buckets:
     def _need_values(self, unit: str, direction: int) -> None:
         if self.zero < 3:
             return
-        for bucket in self.of_unit[unit]:
+        for bucket in self._read(unit, direction):
             bucket.finish_gather()
         neighbour = self.order.index(unit) + direction
         if self.overlap and 0 <= neighbour < len(self.order):
-            for bucket in self.of_unit[self.order[neighbour]]:
+            for bucket in self._read(self.order[neighbour], direction):
                 bucket.start_gather()
+
+    def _read(self, unit: str, direction: int) -> list[Bucket]:
+        """Buckets whose values a unit reads, forward (+1) or backward (-1)."""
+        return [bucket for bucket in self.of_unit[unit] if direction > 0 or not bucket.forward_only]
 
     def _drop_values(self, unit: str) -> None:
         if self.zero >= 3:
@@ -280,9 +310,21 @@ class Buckets:
 
     # ---- sums over all parameters
 
+    def counted_gradients(self) -> list[Tensor]:
+        """This rank's shards of which every logical element counts once in a sum over the world."""
+        return [b.own_gradients for b in self.buckets if b.counted]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Reduced gradients, or this rank's parts of them, times a factor."""
+        for bucket in self.buckets:
+            (bucket.reduced if self.reduces else bucket.gradients).mul_(factor)
+
     def squared_norm(self) -> Tensor:
-        """This rank's part of the squared gradient norm; the sum over the world counts every logical element once."""
-        parts = [torch.linalg.vector_norm(b.own_gradients).square() for b in self.buckets if b.counted]
+        """This rank's part of the squared gradient norm; the sum over the world counts every logical element once.
+
+        Without reduction: of the mean over ranks of the squared norm of a rank's gradient, its part times their number."""
+        counted = [(b.own_gradients, 1) if self.reduces else (b.gradients, b.axis.size) for b in self.buckets if b.counted]
+        parts = [torch.linalg.vector_norm(x).square() * ranks for x, ranks in counted]
         return torch.stack(parts).sum() if parts else torch.zeros((), device=self.mesh.device)
 
     def zero_gradients(self, below: float) -> Tensor:
@@ -296,7 +338,7 @@ class Buckets:
 
     def not_finite(self) -> bool:
         """Whether any gradient on this rank is infinite or NaN; asked only when looking for a fault."""
-        buffers = [b.own_gradients for b in self.buckets] + [b.gradients for b in self.buckets if _exists(b.gradients)]
+        buffers = [b.own_sums for b in self.buckets] + [b.gradients for b in self.buckets if _exists(b.gradients)]
         return not all(bool(torch.isfinite(x).all()) for x in buffers)
 
     # ---- whole values
@@ -324,13 +366,13 @@ def _build(units: dict[str, list[nn.Module]], names: dict[nn.Parameter, str], me
     home: dict[nn.Parameter, Bucket] = {}
     width = torch.empty((), dtype=types.gradient).element_size()
     for unit, modules in reversed(units.items()):
-        for param in [p for module in modules for p in module.parameters()]:
+        for param, spared in [(p, zero >= 3 and getattr(module, "forward_only", False)) for module in modules for p in module.parameters()]:
             if param in home:  # a table that two units use
                 home[param].units.add(unit)
                 continue
-            key = (param.placement.summed, param.placement.copies)
+            key = (param.placement.summed, param.placement.copies, spared)
             if key not in open_buckets:
-                open_buckets[key] = (_empty(mesh, *key, zero), [])
+                open_buckets[key] = (_empty(mesh, zero, *key), [])
             bucket, content = open_buckets[key]
             bucket.units.add(unit)
             content.append((names[param], param))
@@ -350,7 +392,7 @@ def _largest_part(param: nn.Parameter, mesh: Mesh) -> int:
     return math.prod(param.placement.offset_and_size(mesh.layout, 0)[1])
 
 
-def _empty(mesh: Mesh, summed: tuple[str, ...], copies: tuple[str, ...], zero: int) -> Bucket:
+def _empty(mesh: Mesh, zero: int, summed: tuple[str, ...], copies: tuple[str, ...], forward_only: bool) -> Bucket:
     sharing = tuple("data_shards" if axis == "data" else axis for axis in summed)
     counted = all(mesh.coordinate(axis) == 0 for axis in (*copies, "data_copies"))
-    return Bucket(mesh[sharing], mesh["data_copies"], counted, "ends" in summed, zero)
+    return Bucket(mesh[sharing], mesh["data_copies"], counted, "ends" in summed, zero, forward_only)

@@ -10,6 +10,7 @@ Nothing here draws random numbers, so there is no state to save, and gradients h
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,19 +19,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recomputed(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """function(*inputs), of which only the inputs are kept for backward."""
+    """function(*inputs), of which only the inputs are kept for backward, whole: the mark of `dropped` does not reach inside."""
     if not torch.is_grad_enabled():
         return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    plain = [x.view_as(x) if isinstance(x, Tensor) and remake_of(x) else x for x in inputs]
+    return checkpoint(function, *plain, use_reentrant=False, preserve_rng_state=False)
 
 
-def dropped(value: Tensor, remake: Callable[[], Tensor]) -> Tensor:
-    """The same value; a linear layer that takes it keeps `remake` instead, which must give the same bits."""
+def dropped(value: Tensor, remake: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The same value; a linear layer that takes it keeps `inputs` instead, of which `remake` must give the same bits."""
     if value.requires_grad:
-        value.remake = torch.no_grad()(remake)
+        value.remake = partial(torch.no_grad()(remake), *(x.detach() for x in inputs))
     return value
 
 
-def remake_of(value: Tensor) -> Callable[[], Tensor] | None:
-    """How to make a value again, when it was dropped."""
+def remake_of(value: Tensor) -> partial[Tensor] | None:
+    """How to make a value again, and of which tensors (`args`), when it was dropped."""
     return getattr(value, "remake", None)

@@ -15,8 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from mtmegatron.mesh import Axis
-from mtmegatron.parallel.gradient import WeightQueue, accumulates, add_to_sums, adjacent, joined
+from mtmegatron.parallel.gradient import (
+    WeightQueue,
+    accumulates,
+    add_to_sums,
+    adjacent,
+    joined,
+)
 from mtmegatron.parallel.recompute import remake_of
+from mtmegatron.precision.fp8 import Fp8Gemm
 from mtmegatron.precision.gemm import Gemm
 
 
@@ -28,7 +35,7 @@ class Moves:
     """
 
     axis: Axis
-    gemm: Gemm
+    gemm: Gemm | Fp8Gemm
     queue: WeightQueue
     before: str | None = None
     after: str | None = None
@@ -45,8 +52,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, moves: Moves, remake, count: int, *parameters):
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        ctx.moves, ctx.weights, ctx.biases, ctx.remake = moves, weights, biases, remake
-        ctx.save_for_backward(*(() if remake else (x,)))
+        ctx.moves, ctx.weights, ctx.biases, ctx.remake = moves, weights, biases, remake.func if remake else _same
+        ctx.save_for_backward(*(remake.args if remake else (x,)))
         whole = moves.axis.all_gather(x) if moves.before == "gather" else x
         bias = joined(biases) if biases else None
         late = bias is not None and moves.after is not None
@@ -60,7 +67,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         moves, weights, biases = ctx.moves, ctx.weights, ctx.biases
-        kept = ctx.remake or partial(_first, ctx.saved_tensors)
+        kept = partial(ctx.remake, *ctx.saved_tensors)
         bias_gradients = _bias_gradients(biases, dy)
         dy = moves.axis.all_gather(dy) if moves.after == "scatter" else dy
         train = weights[0].requires_grad
@@ -78,7 +85,9 @@ class _Linear(torch.autograd.Function):
         return pending.wait() if pending else dx, None, None, None, *weight_gradients, *bias_gradients
 
 
-def _products(gemm: Gemm, x: Tensor, weights: list[nn.Parameter], bias: Tensor | None) -> Tensor:
+def _products(gemm: Gemm | Fp8Gemm, x: Tensor, weights: list[nn.Parameter], bias: Tensor | None) -> Tensor:
+    if isinstance(gemm, Fp8Gemm):
+        return gemm.products(x, weights, bias)
     together = adjacent(weights)
     if together is not None:
         return gemm.forward(x, together, bias)
@@ -86,7 +95,9 @@ def _products(gemm: Gemm, x: Tensor, weights: list[nn.Parameter], bias: Tensor |
     return torch.cat([gemm.forward(x, w, b) for w, b in zip(weights, biases)], dim=1)
 
 
-def _input_gradient(gemm: Gemm, dy: Tensor, weights: list[nn.Parameter]) -> Tensor:
+def _input_gradient(gemm: Gemm | Fp8Gemm, dy: Tensor, weights: list[nn.Parameter]) -> Tensor:
+    if isinstance(gemm, Fp8Gemm):
+        return gemm.input_gradients(dy, weights)
     together = adjacent(weights)
     if together is not None:
         return gemm.input_gradient(dy, together)
@@ -94,8 +105,8 @@ def _input_gradient(gemm: Gemm, dy: Tensor, weights: list[nn.Parameter]) -> Tens
     return sum(gemm.input_gradient(part, w) for part, w in zip(parts, weights))
 
 
-def _first(saved: tuple[Tensor, ...]) -> Tensor:
-    return saved[0]
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _weight_gradients(moves: Moves, weights: list[nn.Parameter], dy: Tensor, kept: Callable[[], Tensor], gather) -> list[Tensor | None]:
@@ -107,15 +118,21 @@ def _weight_gradients(moves: Moves, weights: list[nn.Parameter], dy: Tensor, kep
         return gather.wait() if gather is not None else moves.axis.all_gather(kept())
 
     if not accumulates(weights):
+        if isinstance(moves.gemm, Fp8Gemm):
+            sums = [torch.zeros_like(w) for w in weights]
+            moves.gemm.weight_gradients(sums, dy, whole(), weights)
+            return sums
         gradient = moves.gemm.product(dy.t(), whole())
         return list(gradient.split([w.shape[0] for w in weights]))
     if moves.queue.defer:  # what was dropped is made again now: with ZeRO 3 the weights for it are gone later
-        kept = partial(_first, (kept(),))
+        kept = partial(_same, kept())
     moves.queue.add(lambda: _accumulate(moves.gemm, weights, dy, whole()))
     return [None] * len(weights)
 
 
-def _accumulate(gemm: Gemm, weights: list[nn.Parameter], dy: Tensor, x: Tensor) -> None:
+def _accumulate(gemm: Gemm | Fp8Gemm, weights: list[nn.Parameter], dy: Tensor, x: Tensor) -> None:
+    if isinstance(gemm, Fp8Gemm):
+        return gemm.weight_gradients([w.grad_sum for w in weights], dy, x, weights)
     total = adjacent([w.grad_sum for w in weights])
     if total is not None:
         gemm.weight_gradient(total, dy, x)

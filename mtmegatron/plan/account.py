@@ -6,18 +6,22 @@ and their tensors are counted; what forward keeps is counted while the real step
 
 from dataclasses import dataclass
 
-from mtmegatron.config.constraints import layout_of
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import Config
 from mtmegatron.layers.build import Build
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import GROUPS, Mesh
 from mtmegatron.models.decoder import Decoder
 from mtmegatron.models.stages import build_chunks
-from mtmegatron.optim.adamw import AdamW
+from mtmegatron.optim.optimizer import Optimizer
 from mtmegatron.parallel.data import Buckets
 from mtmegatron.parallel.pipeline.schedule import LIVE, Plan, schedule
-from mtmegatron.plan.collectives import micro_batches_of, record_step, with_micro_batches
-from mtmegatron.precision.types import TYPES
+from mtmegatron.plan.collectives import (
+    micro_batches_of,
+    record_step,
+    with_micro_batches,
+)
+from mtmegatron.precision.types import TYPES, types_of
 
 COORDINATES = ("pipeline", "data", "context", "tensor")
 
@@ -52,8 +56,8 @@ class Account:
     """A rank and all that it holds at its fullest moment, in bytes.
 
     micro_batch: what the forwards of one micro-batch keep for backward, all chunks; live: micro-batches kept at one time, a chunk counts 1/v;
-    activations: kept at one time; gathered: weights made whole and gradients not yet reduced, under ZeRO 2 and 3, beside `state`.
-    The working memory of a single operation is in none of them."""
+    activations: kept at one time, with what is on its way to host memory; gathered: weights made whole and gradients not yet reduced, under ZeRO 2
+    and 3, beside `state`. The working memory of a single operation is in none of them."""
 
     rank: int
     coordinates: dict[str, int]
@@ -77,7 +81,8 @@ def account(config: Config, rank: int) -> Account:
     kept = [log.kept[chunk] for chunk in range(p.chunks)]
     return Account(
         rank, {axis: layout.coordinate(rank, axis) for axis in COORDINATES}, groups(layout, rank), state_of(config, rank),
-        micro_batch=sum(kept), live=most_kept(plan, stage, [1.0 / p.chunks] * p.chunks), activations=int(most_kept(plan, stage, kept)),
+        micro_batch=sum(kept), live=most_kept(plan, stage, [1.0 / p.chunks] * p.chunks),
+        activations=int(most_kept(plan, stage, kept)) + log.transit,
         gathered=log.gathered,
     )  # fmt: skip
 
@@ -103,18 +108,19 @@ def most_kept(plan: Plan, stage: int, sizes: list[float]) -> float:
 def state_of(config: Config, rank: int) -> State:
     """The state of a rank of a resolved configuration. The first rank of a stage holds most: larger shares go to lower coordinates."""
     chunks, mesh = on_meta(config, rank)
-    p, types = config.parallel, TYPES[config.train.precision]
+    p, types = config.parallel, types_of(config.train.precision, config.train.numerics == "canonical")
     names = {param: name for chunk in chunks for name, param in chunk.named_parameters()}
     count = sum(param.numel() for param in names)
     units = {unit: modules for chunk in chunks for unit, modules in chunk.units().items()}
     buckets = Buckets(units, names, mesh, types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
-    states = AdamW(config.optimizer, buckets, types).states
+    optimizer = Optimizer(config.optimizer, buckets, types, tuple)
+    states, more = optimizer.states, optimizer.onebit.nbytes if optimizer.onebit else 0
     own_master = types.master != types.compute  # else the master is the weight itself
     return State(
         mesh.coordinate("pipeline"), sum(len(chunk.layers) for chunk in chunks), count,
         weights=sum((b.own_values if b.loose_values else b.values).nbytes for b in buckets.buckets),
-        gradients=sum((b.own_gradients if b.loose_gradients else b.gradients).nbytes for b in buckets.buckets),
-        optimizer=sum(t.nbytes for s in states for kind, t in s.tensors.items() if own_master or kind != "master"),
+        gradients=sum((b.own_sums if b.loose_gradients else b.gradients).nbytes for b in buckets.buckets),
+        optimizer=sum(t.nbytes for s in states for kind, t in s.tensors.items() if own_master or kind != "master") + more,
     )  # fmt: skip
 
 

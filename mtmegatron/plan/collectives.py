@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from mtmegatron.config.constraints import layout_of
+from mtmegatron.config.derived import layout_of
+from mtmegatron.config.ramp import without_ramp
 from mtmegatron.config.schema import Config
 from mtmegatron.data.gpt import Sample
 from mtmegatron.data.loader import micro_batches
@@ -30,6 +31,7 @@ from mtmegatron.train.engine import Engine
 
 COLLECTIVES = {
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "start_all_reduce", "start_all_gather", "start_reduce_scatter", "start_shift",
+    "start_all_to_all_rows",
 }  # fmt: skip
 MESSAGES = {"send", "receive"}
 PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}  # of a step, by kind of action
@@ -59,7 +61,8 @@ class Log:
     when: str = "count"
     buckets: Buckets | None = None  # whose buffers that come and go are watched
     gathered: int = 0  # the most bytes that they took at one time
-    kept: Counter[int] = field(default_factory=Counter)  # by chunk: bytes that the forward of a micro-batch keeps
+    kept: Counter[int] = field(default_factory=Counter)  # by chunk: bytes that the forward of a micro-batch keeps on the device
+    transit: int = 0  # the most bytes that were on their way to host memory at one time
 
     def issue(self, axis: Axis, name: str, x: Tensor, *given: Any, **named: Any) -> None:
         """Notes a call on an axis; `given` and `named` are the arguments after the tensor."""
@@ -151,6 +154,9 @@ class Silent(Axis):
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
+    def start_all_to_all_rows(self, x: Tensor, send: list[int], receive: list[int]) -> Pending:
+        return Pending(None, lambda: x.new_empty(sum(receive), *x.shape[1:]))
+
     def start_all_reduce(self, x: Tensor) -> Pending:
         return Pending(None, lambda: x)
 
@@ -188,11 +194,12 @@ class _Blank:
 
 def record_step(config: Config, rank: int) -> Log:
     """The log of one optimizer step of one rank of a resolved configuration, every micro-batch of it. Needs neither processes nor memory."""
-    log = Log()
+    log, config = Log(), without_ramp(config)
     mesh = Mesh(layout_of(config), rank, "meta", axis=lambda *place, **named: Recorded(silent(*place, **named), log))
     engine = Engine(config, mesh, read=log.read)
     log.buckets = engine.buckets
     engine.step(micro_batches(config, _Blank(config.data.sequence), mesh, 0), 0, log)
+    log.transit = engine.offload.transit if engine.offload else 0
     return log
 
 

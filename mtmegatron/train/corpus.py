@@ -4,8 +4,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from mtmegatron.config.ramp import samples_before
 from mtmegatron.config.schema import Config, Source
-from mtmegatron.data.gpt import BlendedDataset, build_dataset, check_tokenizer, check_vocabulary
+from mtmegatron.data.gpt import (
+    BlendedDataset,
+    build_dataset,
+    check_tokenizer,
+    check_vocabulary,
+)
 from mtmegatron.data.indexed import IndexedReader
 from mtmegatron.data.tokenizers import Tokenizer, load_tokenizer
 from mtmegatron.errors import UserError
@@ -51,10 +57,11 @@ def open_corpus(config: Config) -> Corpus:
         check_vocabulary(reader, config.model.vocab, cache)
         if tokenizer is not None:
             check_tokenizer(reader, tokenizer)
-    common = {"sequence": data.sequence, "seed": train.seed, "cache": cache}
+    ahead = config.model.prediction.depth if config.model.prediction else 0
+    common = {"sequence": data.sequence, "seed": train.seed, "cache": cache, "ahead": ahead}
     whole = (1.0, 0.0, 0.0)
     training = build_dataset(
-        _pairs(sources), samples=train.steps * train.global_batch, split=whole if held_out else data.split, wrap=data.wrap, **common
+        _pairs(sources), samples=samples_before(train, train.steps), split=whole if held_out else data.split, wrap=data.wrap, **common
     )
     valid, samples = None, train.eval_batches * train.global_batch
     if held_out:

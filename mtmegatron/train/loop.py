@@ -4,6 +4,7 @@ Notable, in order: everything the user can have said wrong is checked before the
 checkpoint; then steps. The loop holds no state of its own but the step number, so resuming is starting at another number.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +15,10 @@ import torch
 
 from mtmegatron.checkpoint.background import Background
 from mtmegatron.checkpoint.folder import Folder
-from mtmegatron.checkpoint.state import save
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.checkpoint.state import save, together
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
+from mtmegatron.config.ramp import batch_size, samples_before, without_ramp
 from mtmegatron.config.schema import Config
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.device import Device, choose_device
@@ -23,11 +26,15 @@ from mtmegatron.errors import UserError
 from mtmegatron.launch import report, start_group
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.size import training_flops
+from mtmegatron.models.stages import parameters_of
+from mtmegatron.optim.groups import check_groups
 from mtmegatron.parallel.pipeline.record import Recorder
 from mtmegatron.process import Process
 from mtmegatron.train.corpus import Corpus, open_corpus, with_vocabulary
 from mtmegatron.train.engine import Engine, StepResult
-from mtmegatron.train.metrics import Metrics, mfu, require_wandb
+from mtmegatron.train.experts import numbers_of
+from mtmegatron.train.loads import LoadHistory
+from mtmegatron.train.metrics import Metrics, require_wandb, throughput
 from mtmegatron.train.picture import loss_picture
 from mtmegatron.train.progress import Progress
 from mtmegatron.train.resume import resume
@@ -36,7 +43,10 @@ from mtmegatron.train.timeline import write_timeline
 
 def prepare(config: Config, world: int) -> tuple[Config, Corpus]:
     """The configuration as the run uses it, and its data. Raises UserError for all that can be known without processes."""
-    resolved = check(with_vocabulary(config), world)
+    device = choose_device(config.device).type  # what `auto` is on this machine
+    resolved = check(with_vocabulary(config.model_copy(update={"device": device})), world)
+    if resolved.optimizer.groups:
+        check_groups(resolved.optimizer.groups, parameters_of(resolved))
     _check_folder(Path(resolved.train.folder))
     require_wandb(resolved.log)
     return resolved, open_corpus(resolved)
@@ -49,12 +59,14 @@ def train(config: Config, process: Process) -> int:
         config, corpus = prepare(config, process.world)
         _check_fresh(config, process)
         device = choose_device(config.device, process.local_rank)
+        if config.train.numerics == "canonical":
+            device.take_one_thread()
         store = start_group(process, device, config.train.timeout)
         mesh = Mesh(
             layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1,
             shared=config.parallel.shared_memory,
         )  # fmt: skip
-        Loop(config, corpus, device, mesh, Engine(config, mesh, device.native_bf16_matmul)).run()
+        Loop(config, corpus, device, mesh, Engine(config, mesh, device.native_bf16_matmul, device=device)).run()
         return 0
     except BaseException as error:
         return report(process, error, store)
@@ -84,6 +96,7 @@ class Loop:
         first = found or 0
         self.progress = Progress(config.train.steps, first, rank=rank)
         self.metrics = Metrics(Path(config.train.folder), config.log, first_step=first, rank=rank)
+        self.loads = LoadHistory(Path(config.train.folder), first) if config.model.moe and rank == 0 else None
         self.background = Background(self.folder, self.engine.optimizer, self.mesh, self.progress.say, self._saved)
         try:
             self._announce([] if found is None else notes + self._missed(first))
@@ -126,6 +139,8 @@ class Loop:
         self._evaluate(steps)
         if self.config.checkpoint.at_end:
             self._save(steps)
+        else:
+            self._draw_loads(steps)
         self.background.finish()
         if self.mesh.rank == 0:
             self.metrics.close()
@@ -133,19 +148,23 @@ class Loop:
             loss_picture(folder / "metrics.jsonl", folder / "loss.png")
 
     def _log(self, step: int, result: StepResult, seconds: float) -> None:
-        train, world = self.config.train, self.mesh.layout.world
+        train, sequence = self.config.train, self.config.data.sequence
         peak = torch.tensor([float(self.device.memory_peak())], device=self.mesh.device)
-        rate = train.global_batch * self.config.data.sequence / seconds
+        speed = throughput(
+            batch_size(train, step - 1) * sequence, seconds, flops_per_token=training_flops(self.config.model, sequence),
+            peak_per_rank=self.device.peak_flops(self.engine.types.compute), world=self.mesh.layout.world,
+        )  # fmt: skip
         values: dict[str, Any] = {
-            "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "tokens_per_second": rate, "seconds": seconds,
-            "memory_bytes": int(self.mesh.world.all_reduce(peak, "max").item()), "samples": step * train.global_batch, "tokens": result.tokens,
+            "loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, **speed,
+            "memory_bytes": int(self.mesh.world.all_reduce(peak, "max").item()), "samples": samples_before(train, step), "tokens": result.tokens,
         }  # fmt: skip
         if train.z_loss:
             values["z_loss"] = result.z_loss
-        flops = training_flops(self.config.model, self.config.data.sequence)
-        used = mfu(flops, rate, self.device.peak_flops(self.engine.types.compute), world)
-        if used is not None:
-            values["mfu"] = used
+        values |= {f"prediction_{k}_loss": loss for k, loss in enumerate(result.ahead, 1)}
+        if self.loads and result.experts:
+            loads = result.experts.read()
+            self.loads.add(step, loads)
+            values |= numbers_of(loads)
         if result.fault:
             values["skipped"] = result.fault
         self.metrics.write(step, values)
@@ -163,14 +182,21 @@ class Loop:
             return
         total, tokens = 0.0, 0
         for index in range(self.config.train.eval_batches):
-            batches = micro_batches(self.config, self.corpus.valid, self.mesh, index)
+            batches = micro_batches(without_ramp(self.config), self.corpus.valid, self.mesh, index)
             loss, count = self.engine.evaluate(batches)
             total, tokens = total + loss, tokens + count
         loss = total / max(tokens, 1)
         self.metrics.write(step, {"valid_loss": loss})
         self.progress.say(f"step {step}: validation loss {loss:.4f} over {tokens:,} tokens")
 
+    def _draw_loads(self, step: int) -> None:
+        """The loads of experts so far, before the checkpoint that a resumed run goes on from."""
+        pixels = self.loads.write() if self.loads else None
+        if pixels is not None:
+            self.metrics.image(step, "experts/load", pixels)
+
     def _save(self, step: int) -> None:
+        self._draw_loads(step)
         if self.config.checkpoint.asynchronous:
             self.background.start(step, self._extra())
             return
@@ -181,20 +207,23 @@ class Loop:
     def _saved(self, step: int, seconds: float) -> None:
         """A checkpoint exists; `seconds` after it was requested."""
         self.progress.say(f"step {step}: checkpoint complete in {self.folder.path(step)} ({seconds:.1f} s)")
-        if self.mesh.rank == 0:
-            self.folder.prune(self.config.checkpoint.keep)
+        together(self.mesh, lambda: self.folder.prune(self.config.checkpoint.keep) if self.mesh.rank == 0 else None)
 
     def _extra(self) -> dict[str, Any]:
         """What the manifest tells beside the tensors."""
         tokenizer = self.corpus.tokenizer
+        scale = self.engine.loss_scale
         return {
-            "config": self.config.model_dump(mode="json"), "layout": self.mesh.layout.describe(),
+            "config": self.config.model_dump(mode="json"), "loss_scale": scale.state if scale else None, "layout": self.mesh.layout.describe(),
             "tokenizer": None if tokenizer is None else str(tokenizer.spec), "tokenizer_hash": None if tokenizer is None else tokenizer.hash,
         }  # fmt: skip
 
     def _on_fault(self, step: int, result: StepResult, batches: list) -> None:
+        if result.overflow:
+            return self.progress.say(f"step {step + 1} skipped: {result.fault}")
         self.skipped += 1
-        where = self.engine.find_fault(batches, result.tokens, step) if result.tokens else ""
+        broken = not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
+        where = self.engine.find_fault(batches, result.tokens, step) if broken else ""
         text = f"step {step + 1} skipped: {result.fault}" + (f"; {where}" if where else "")
         self.progress.say(text)
         if self.skipped > self.config.train.max_skipped:

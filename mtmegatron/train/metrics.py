@@ -6,7 +6,7 @@
 
 Notable:
 - All values of a step lie on the line of that step: writing twice for one step completes its line. A key that starts
-  with `valid_` becomes the tag `valid/...`, any other `train/...`.
+  with `valid_` or `experts_` becomes the tag `valid/...` or `experts/...`, any other `train/...`.
 - A number that is not finite is never dropped. JSON has no word for it, so it is the string "NaN", "Infinity" or
   "-Infinity", which `float()` of most languages reads; `read_metrics` gives numbers back.
 - A step that changed nothing has `skipped`, the reason, and stays out of `loss_mean`, the running mean of `loss`. That
@@ -20,10 +20,13 @@ import importlib.util
 import json
 import math
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from mtmegatron.checkpoint.store import writes_to
 from mtmegatron.config.schema import LogConfig
@@ -37,6 +40,8 @@ class Sink(Protocol):
     """A place that values of steps are written to."""
 
     def write(self, step: int, values: Values) -> None: ...
+
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None: ...
 
     def close(self) -> None: ...
 
@@ -64,6 +69,11 @@ class Metrics:
             values = {**values, "loss_mean": self._mean.value}
         for sink in self._sinks:
             sink.write(step, values)
+
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        """A picture for the trackers, [height, width, 3] bytes."""
+        for sink in self._sinks:
+            sink.image(step, tag, pixels)
 
     def close(self) -> None:
         """Completes and closes the files; may be called again."""
@@ -199,6 +209,9 @@ class _Lines:
             self._file.write(_encode(self._line))
             self._file.truncate()  # flushes first
 
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        """A line of text has none."""
+
     def close(self) -> None:
         with writes_to(self._path):
             self._file.close()
@@ -209,7 +222,7 @@ class _Lines:
 
 def tags(values: Values) -> dict[str, float | int]:
     """Values under the names that trackers show; a skipped step is a 1."""
-    named = {("valid/" + key[6:] if key.startswith("valid_") else "train/" + key): x for key, x in values.items()}
+    named = {re.sub("^(valid|experts)_|^", lambda found: f"{found[1] or 'train'}/", key): x for key, x in values.items()}
     return {tag: 1 if tag == "train/skipped" else x for tag, x in named.items()}
 
 
@@ -225,6 +238,10 @@ class _TensorBoard:
     def write(self, step: int, values: Values) -> None:
         for tag, x in tags(values).items():
             self._writer.add_scalar(tag, x, step)
+        self._writer.flush()
+
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        self._writer.add_image(tag, pixels, step, dataformats="HWC")
         self._writer.flush()
 
     def close(self) -> None:
@@ -260,6 +277,9 @@ class _Wandb:
 
     def write(self, step: int, values: Values) -> None:
         self._run.log({"step": step, **tags(values)})
+
+    def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
+        self._run.log({"step": step, tag: importlib.import_module("wandb").Image(pixels)})
 
     def close(self) -> None:
         self._run.finish()

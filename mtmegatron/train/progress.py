@@ -78,6 +78,7 @@ def describe(values: Values) -> str:
         "loss": lambda x: f"loss {x:.3f}",
         "grad_norm": lambda x: f"norm {x:.3g}",
         "lr": lambda x: f"lr {x:.1e}",
+        "experts_load_highest": lambda x: f"load {x:.2f}",
         "tokens_per_second": lambda x: f"{short(x)} tok/s",
         "mfu": lambda x: f"mfu {x:.1%}",
         "skipped": lambda x: f"SKIPPED: {x}",

@@ -5,13 +5,15 @@ Notable: what the run computes must not change unnoticed: values of the configur
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from mtmegatron.checkpoint.folder import Folder
-from mtmegatron.checkpoint.state import check_architecture, load
+from mtmegatron.checkpoint.state import check_architecture, load, together
 from mtmegatron.checkpoint.store import CheckpointError, Store
+from mtmegatron.config.derived import depends_on_micro_batch
 from mtmegatron.config.load import values
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
@@ -33,8 +35,7 @@ def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[
         store = _choose(engine, folder, before, say)
         if store is None:
             return None
-        check_architecture(store, engine.optimizer)
-        check_changes(engine.config, store, extra)
+        together(engine.mesh, partial(_check, engine, store, extra))
         fault = _load(engine, store)
         if not fault:
             say(f"resumed from step {store.extra['step']} in {store.folder}")
@@ -43,13 +44,19 @@ def resume(engine: Engine, folder: Folder, extra: dict[str, Any], say: Callable[
         before = store.extra["step"]
 
 
+def _check(engine: Engine, store: Store, extra: dict[str, Any]) -> None:
+    check_architecture(store, engine.optimizer)
+    check_changes(engine.config, store, extra)
+
+
 def check_changes(config: Config, store: Store, extra: dict[str, Any]) -> None:
     """UserError that lists both values of what differs from the checkpoint's configuration and was not accepted."""
     saved, now = values(Config.model_validate(store.extra["config"])), values(config)
+    free = [key for key in FREE if key != "train.micro_batch" or not depends_on_micro_batch(config)]
     lines = [
-        f"{key}: {saved.get(key)} in the checkpoint, {now[key]} now"
-        for key in now
-        if saved.get(key) != now[key] and not key.startswith(FREE) and key not in config.train.accept_changes
+        f"{key}: {saved.get(key)} in the checkpoint, {now.get(key)} now"
+        for key in now | saved  # a section that one of them lacks differs in each of its keys
+        if saved.get(key) != now.get(key) and not key.startswith(tuple(free)) and key not in config.train.accept_changes
     ]
     if extra.get("tokenizer_hash") != store.extra.get("tokenizer_hash"):
         lines.append("the tokenizer is another one")
@@ -64,9 +71,12 @@ def _choose(engine: Engine, folder: Folder, before: int | None, say: Callable[[s
     """The first rank chooses, the others open the same step. None: there are no checkpoints."""
     chosen = torch.zeros(1, dtype=torch.int64, device=engine.mesh.device)
     faults: list[str] = []
-    if engine.mesh.rank == 0:
+
+    def newest() -> int:
         store = folder.newest_good(faults.append, before)
-        chosen[0] = store.extra["step"] if store else ALL_DAMAGED if folder.steps() else NO_CHECKPOINT
+        return store.extra["step"] if store else ALL_DAMAGED if folder.steps() else NO_CHECKPOINT
+
+    chosen[0] = together(engine.mesh, lambda: newest() if engine.mesh.rank == 0 else 0)
     step = int(engine.mesh.world.all_reduce(chosen).item())
     if step == ALL_DAMAGED:
         told = "".join(f"\n  {fault}" for fault in faults)
@@ -74,7 +84,7 @@ def _choose(engine: Engine, folder: Folder, before: int | None, say: Callable[[s
         raise UserError(f"no checkpoint in {folder.root} is good: {repair}{told}")
     for fault in faults:
         say(fault)
-    return None if step == NO_CHECKPOINT else folder.open(step)
+    return None if step == NO_CHECKPOINT else together(engine.mesh, lambda: folder.open(step))
 
 
 def _load(engine: Engine, store: Store) -> str:
@@ -82,6 +92,8 @@ def _load(engine: Engine, store: Store) -> str:
     fault = ""
     try:
         load(store, engine.optimizer, engine.mesh)
+        if engine.loss_scale and store.extra.get("loss_scale"):
+            engine.loss_scale.load(store.extra["loss_scale"])
     except CheckpointError as error:
         fault = str(error)
     failed = torch.tensor([1 if fault else 0], device=engine.mesh.device)

@@ -164,7 +164,7 @@ class Space:
 
     def triples_of(self, choice: Choice) -> set[Part]:
         """The triples of TRIPLES in a case that have no plain value."""
-        parts = (tuple((dimension, choice[dimension]) for dimension in group) for group in TRIPLES)
+        parts = (tuple((dimension, choice[dimension]) for dimension in group) for group in TRIPLES if choice.keys() >= set(group))
         return {part for part in parts if not set(part) & set(self.plain.items())}
 
     # ---- cases

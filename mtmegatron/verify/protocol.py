@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from mtmegatron.batch import Batch
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import TWO_MOMENTS, check
+from mtmegatron.config.derived import depends_on_micro_batch, layout_of, optimizers
 from mtmegatron.config.load import validate
 from mtmegatron.config.schema import Config
 from mtmegatron.data.gpt import Sample
@@ -36,7 +37,7 @@ STEPS = 3
 # Where a gradient is far below its eps, Adam's update is that gradient, rounding and all, times lr / eps: with the usual 1e-8 a handful of such
 # elements is all that a comparison of weights would see, and their error is a matter of luck. The protocol's optimizer has at least this eps.
 LEAST_EPS = 1e-5
-RECOMPUTE = ("parts", "every", "first")  # settings of a layout beside its mode of recomputation
+RECOMPUTE = ("parts", "every", "first", "offload")  # settings of a layout beside its mode of recomputation
 
 
 class RandomSamples:
@@ -98,7 +99,7 @@ def serial_reference(config: Config, precisions: tuple[str, ...]) -> Reference:
         kept[kind] = {item.name: mine.clone().view_as(item.param) for item, mine, _ in parts}
     reference = Reference(exact, kept)
     train = config.train
-    cuts = sorted({1, train.micro_batch, train.global_batch})
+    cuts = [train.micro_batch] if depends_on_micro_batch(config) else sorted({1, train.micro_batch, train.global_batch})
     for precision in precisions:
         traces = [run_layout(0, 1, config, {"micro_batch": cut}, precision, kept) for cut in cuts]
         keys = [(kind, name) for kind, name, _ in traces[0].errors]
@@ -144,7 +145,7 @@ def run_layout(rank: int, world: int, config: Config, layout: dict, precision: s
     for kind, parts in _steps(engine, trace):
         for item, mine, where in parts:
             right = item.placement.part(tensors[kind][item.name], mesh.layout, rank).reshape(-1)[where]
-            key = (kind, item.name, _copy_of(mesh, item.placement, kind))
+            key = (kind, item.name, copy_of(mesh, item.placement, kind))
             trace.errors[key] = float((mine.double() - right.double()).square().sum())
     return trace
 
@@ -164,17 +165,20 @@ def _rank(rank: int, world: int, config: Config, layout: dict, precision: str, p
 def laid_out(config: Config, layout: dict, precision: str) -> Config:
     """The configuration under a layout, in a precision. Raises UserError.
 
-    A layout is settings of `parallel`; `recompute`, which is its mode, with `parts`, `every` and `first`; and `micro_batch`."""
+    A layout is settings of `parallel`; `recompute`, which is its mode, with `parts`, `every`, `first` and `offload`; and `micro_batch`."""
     tree = config.model_dump()
     tree["recompute"] = {"mode": layout.get("recompute", "none")} | {key: layout[key] for key in RECOMPUTE if key in layout}
     settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute", *RECOMPUTE)}
     tree["parallel"] = {key: getattr(config.parallel, key) for key in ("bucket_mb", "overlap", "shared_memory")} | settings
-    tree["train"] |= {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
+    unused = {name: {} for name, used in (("fp8", precision.startswith("fp8-")), ("loss_scale", precision == "fp16")) if not used}
+    tree["train"] |= unused | {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
     return validate(tree, f"layout {describe(layout)}")
 
 
 def _steady(config: Config) -> Config:
     """The configuration with an optimizer that does not turn rounding into weights."""
+    if not optimizers(config.optimizer) & TWO_MOMENTS:
+        return config
     optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, LEAST_EPS)})
     return config.model_copy(update={"optimizer": optimizer})
 
@@ -197,14 +201,19 @@ def _steps(engine: Engine, trace: Trace) -> Iterator[tuple[str, Iterator[Part]]]
             _, _, norm = engine.gradients(mine, engine.count_tokens(mine))
             rounding = torch.finfo(engine.types.gradient).eps * norm
             trace.zeros = int(engine.mesh.world.all_reduce(engine.buckets.zero_gradients(rounding).reshape(1)))
-            yield "gradient", _own_gradients(engine)
+            yield "gradient", own_gradients(engine)
         result = engine.step(mine, step)
         trace.losses.append(result.loss)
         trace.norms.append(result.grad_norm)
-    yield "weight", ((item, item.param.detach().reshape(-1), slice(None)) for item in engine.buckets.whole_values())
+    yield "weight", whole_weights(engine)
 
 
-def _own_gradients(engine: Engine) -> Iterator[Part]:
+def whole_weights(engine: Engine) -> Iterator[Part]:
+    """The weights that this rank holds."""
+    return ((item, item.param.detach().reshape(-1), slice(None)) for item in engine.buckets.whole_values())
+
+
+def own_gradients(engine: Engine) -> Iterator[Part]:
     """The gradients in this rank's shards."""
     for bucket in engine.buckets.buckets:
         for item in bucket.items:
@@ -213,11 +222,13 @@ def _own_gradients(engine: Engine) -> Iterator[Part]:
             yield item, bucket.own_gradients[inside], slice(start - item.start, max(stop, start) - item.start)
 
 
-def _copy_of(mesh: Mesh, placement, kind: str) -> tuple[int, ...]:
+def copy_of(mesh: Mesh, placement, kind: str) -> tuple[int, ...]:
     """Which copy of a tensor a rank belongs to: errors add up over the parts of one copy, and the worst copy counts."""
     split = {axis for _, axis in placement.split}
     if kind == "gradient":
         return tuple(mesh.coordinate(axis) for axis in (*placement.copies, "data_copies"))
+    if "expert_data" in placement.summed:
+        return (mesh.coordinate("pipeline"), mesh.coordinate("expert_data"))
     axes = ["pipeline", "data", "context"]
     axes += ["key_value_copies"] if "key_value" in split else [] if "tensor" in split else ["tensor"]
     return tuple(mesh.coordinate(axis) for axis in axes)

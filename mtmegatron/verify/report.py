@@ -11,9 +11,18 @@ from mtmegatron.config.constraints import faults
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
 from mtmegatron.precision.types import TYPES
+from mtmegatron.verify.canonical import canonical, compare_bits
 from mtmegatron.verify.generate import Case, Space, changed
 from mtmegatron.verify.pool import Pool, RankFailed
-from mtmegatron.verify.protocol import Check, Reference, compare, describe, laid_out, serial_reference, world_of
+from mtmegatron.verify.protocol import (
+    Check,
+    Reference,
+    compare,
+    describe,
+    laid_out,
+    serial_reference,
+    world_of,
+)
 
 WORDS = {"true": True, "false": False}
 KEPT = 64  # references that a long run keeps: more than a table has kinds of model
@@ -47,16 +56,29 @@ def _value(text: str) -> object:
 
 def verify(config: Config, layouts: list[dict[str, object]], precisions: tuple[str, ...]) -> list[Check]:
     """Runs the protocol; all faults of the user are told before the first process starts."""
+    _refuse_faults(config, layouts, precisions)
+    reference = serial_reference(config, tuple(dict.fromkeys(["fp32", *(p for p in precisions if p != "fp64")])))
+    with Pool(max(map(world_of, layouts), default=1)) as pool:
+        return [c for layout in layouts for p in precisions for c in compare(config, layout, p, reference, pool)]
+
+
+def verify_bits(config: Config, layouts: list[dict[str, object]], precisions: tuple[str, ...]) -> list[Check]:
+    """Whether layouts have the bits of one process with canonical numerics."""
+    config = canonical(config)
+    _refuse_faults(config, [{}, *layouts], precisions)
+    with Pool(max(map(world_of, layouts), default=1)) as pool:
+        return compare_bits(config, layouts, precisions, pool)
+
+
+def _refuse_faults(config: Config, layouts: list[dict[str, object]], precisions: tuple[str, ...]) -> None:
     unknown = [p for p in precisions if p not in TYPES]
     if unknown:
         raise UserError(f"precision {unknown[0]}: use {', '.join(TYPES)}")
     for layout in layouts:
-        lines = list(faults(laid_out(config, layout, "fp32"), world_of(layout)))
-        if lines:
-            raise UserError(f"layout {describe(layout)}:\n" + "\n".join(f"  {line}" for line in lines))
-    reference = serial_reference(config, tuple(dict.fromkeys(["fp32", *(p for p in precisions if p != "fp64")])))
-    with Pool(max(map(world_of, layouts), default=1)) as pool:
-        return [c for layout in layouts for p in precisions for c in compare(config, layout, p, reference, pool)]
+        for precision in precisions:
+            lines = list(faults(laid_out(config, layout, precision), world_of(layout)))
+            if lines:
+                raise UserError(f"layout {describe(layout)}:\n" + "\n".join(f"  {line}" for line in lines))
 
 
 @dataclass

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtmegatron.config import constraints
-from mtmegatron.config.constraints import check, faults, layout_of, resolve
+from mtmegatron.config.constraints import check, faults, resolve
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.load import load, validate, values
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
@@ -105,7 +106,7 @@ def test_overrides_have_the_types_of_their_fields(override, key, value, file):
         ("optimizer.beta1=1.0", "optimizer.beta1"),
         ("train.steps=2.5", "train.steps"),
         ("parallel.zero=4", "parallel.zero"),
-        ("train.precision=fp16", "train.precision"),
+        ("train.precision=int8", "train.precision"),
         ("model.activation=relu6", "model.activation"),
         ("device=tpu", "device"),
     ],
@@ -181,6 +182,9 @@ RULES = [
     ({"model": {"positions": "learned", "max_positions": 16}}, 1, "is longer than `model.max_positions: 16`"),
     ({"model": {"positions": "learned", "rope_fraction": 0.5}}, 1, "`model.rope_*` has no effect"),
     ({"model": {"head_size": 15}}, 1, "turn 15 channels"),
+    ({"model": {"kv_heads": None, "latent": {}, "positions": "learned"}}, 1, "`model.latent` with `model.positions: learned`"),
+    ({"model": {"kv_heads": 2, "latent": {}}}, 1, "`model.kv_heads: 2` has no effect with `model.latent`"),
+    ({"model": {"prediction": {"coefficient": 0}}}, 1, "`model.prediction.coefficient: 0`"),
     ({"parallel": {"tensor": 2, "data": 2}}, 3, "is 4, but there are 3 processes"),
     ({"parallel": {"tensor": 2}}, 3, "is 2, which does not divide the 3 processes"),
     ({"parallel": {"sequence": True}}, 1, "`parallel.sequence: true` needs `parallel.tensor` of 2 or more"),
@@ -213,14 +217,49 @@ RULES = [
     ({"recompute": {"every": 2}}, 1, "`recompute.every` and `first` have no effect"),
     ({"recompute": {"mode": "full", "parts": ["norm"]}}, 1, "`recompute.parts` has no effect"),
     ({"recompute": {"mode": "selective", "parts": []}}, 1, "with no `recompute.parts`"),
+    ({"device": "cpu", "recompute": {"offload": True}}, 1, "`recompute.offload` has no effect"),
     ({"train": {"global_batch": 9}}, 1, "`train.global_batch: 9` is not a multiple"),
     ({"optimizer": {"warmup": 21}}, 1, "`optimizer.warmup: 21` steps is longer"),
+    ({"optimizer": {"decay": "wsd"}}, 1, "needs `wsd_length` of at most 20 steps"),
     ({"optimizer": {"decay": "constant", "decay_length": 5}}, 1, "`optimizer.decay_length` has no effect"),
     ({"optimizer": {"decay": "constant", "min_lr": 1e-4}}, 1, "`optimizer.min_lr` has no effect"),
     ({"optimizer": {"min_lr": 1.0}}, 1, "is above `optimizer.lr: 0.01`"),
+    ({"optimizer": {"clip_value": 0.5}}, 1, "`optimizer.clip_value: 0.5` cuts elements"),
+    ({"optimizer": {"groups": [{"match": "*"}]}}, 1, "`optimizer.groups.0` (*) has settings without effect, it changes nothing"),
+    ({"optimizer": {"kind": "onebit-adam"}}, 1, "`optimizer.kind: onebit-adam` begins with a warm-up"),
+    ({"optimizer": {"kind": "onebit-adam", "onebit": {"freeze": 20}}}, 1, "`optimizer.onebit.freeze: 20` leaves nothing"),
+    ({"optimizer": {"kind": "onebit-adam", "onebit": {"freeze": 4}}, "parallel": {"zero": 2}}, 2, "`parallel.zero: 2` with `optimizer.kind: onebit-adam`"),
+    ({"train": {"ramp": {"start": 3, "increment": 2, "samples": 9}}}, 1, "`train.ramp` from 3 in steps of 2 does not reach"),
+    ({"train": {"ramp": {"start": 4, "increment": 1, "samples": 9}}}, 1, "`train.ramp` has batches that are no multiple"),
+    ({"model": {"moe": {"experts": 4}}, "train": {"ramp": {"start": 4, "increment": 4, "samples": 9}}}, 1, "`train.ramp` with `model.moe`"),
     ({"train": {"timeline": 21}}, 1, "`train.timeline: 21` is after the last"),
     ({"data": {"split": [0.9, 0.2, 0.0]}}, 1, "`data.split` adds up to 1.1"),
     ({"checkpoint": {"asynchronous": True}}, 1, "`checkpoint.asynchronous` has no effect"),
+    ({"model": {"moe": {"experts": 4, "groups": 3, "groups_kept": 2, "top_k": 1}}}, 1, "`model.moe.groups: 3` does not divide `experts: 4`"),
+    ({"model": {"moe": {"experts": 4, "top_k": 5}}}, 1, "`model.moe.top_k: 5` experts cannot be chosen among 4"),
+    ({"model": {"moe": {"experts": 4, "top_k": 1, "score_after": True}}}, 1, "weights of 1, which train no router"),
+    ({"model": {"moe": {"experts": 4, "pad": True}}}, 1, "`model.moe.pad: true` has no effect without a capacity"),
+    ({"parallel": {"expert": 2}}, 2, "`parallel.expert: 2` has no effect without model.moe"),
+    ({"model": {"moe": {"experts": 4}}, "parallel": {"expert": 3}}, 4, "does not divide the 4 ranks of a stage"),
+    ({"model": {"moe": {"experts": 2}}, "parallel": {"expert": 4}}, 4, "`parallel.expert: 4` is more than there is to share"),
+    ({"model": {"moe": {"experts": 4}}, "parallel": {"tensor": 2, "sequence": False}}, 2, "`parallel.sequence: false` with `model.moe`"),
+    ({"model": {"moe": {"experts": 4}}, "parallel": {"zero": 1, "shard": 2}}, 4, "`parallel.shard: 2` with `model.moe`"),
+    ({"model": {"moe": {"experts": 4}, "bias_mlp": True}}, 1, "`model.bias_mlp: true` with `model.moe`"),
+    ({"model": {"moe": {"experts": 4, "capacity": 1.0, "pad": True}}, "parallel": {"expert": 2, "dispatch_parts": 2}}, 2, "`model.moe.pad` with `parallel.dispatch_parts`"),
+    ({"model": {"moe": {"experts": 4, "first_dense": 4}}}, 1, "no block that has experts"),
+    ({"model": {"moe": {"experts": 4, "pattern": [True, False]}}}, 1, "`model.moe.pattern` names 2 blocks"),
+    ({"model": {"moe": {"experts": 4, "pattern": [True, False, True, True], "every": 2}}}, 1, "`model.moe.every` and `first_dense` have no effect"),
+    ({"train": {"fp8": {"format": "hybrid"}}}, 1, "`train.fp8` has no effect with `train.precision: fp32`"),
+    ({"train": {"precision": "fp8-rowwise", "fp8": {"margin": 1}}}, 1, "`train.fp8.margin` has no effect with `train.precision: fp8-rowwise`"),
+    ({"train": {"precision": "fp8-delayed", "fp8": {"history": 2, "interval": 3}}}, 1, "`train.fp8.interval: 3` is longer"),
+    ({"train": {"precision": "fp8-mxfp8", "fp8": {"high_precision": ["layers.7.*"]}}}, 1, "`train.fp8.high_precision: layers.7.*` matches no"),
+    ({"model": {"layers": 2}, "train": {"precision": "fp8-mxfp8"}}, 1, "leaves no linear layer in fp8 (`model.layers: 2`)"),
+    ({"train": {"precision": "fp16", "loss_scale": {"initial": 1, "minimum": 2}}}, 1, "`train.loss_scale.initial: 1` is below"),
+    ({"train": {"blocks": 2}}, 1, "`train.blocks: 2` has no effect"),
+    ({"train": {"numerics": "canonical", "blocks": 2}, "parallel": {"tensor": 4}, "model": {"kv_heads": 4}}, 4, "which `parallel.tensor: 4` does not divide"),
+    ({"train": {"numerics": "canonical"}, "parallel": {"tensor": 4}, "model": {"kv_heads": 2}}, 4, "would cut one of `model.kv_heads: 2`"),
+    ({"train": {"numerics": "canonical"}, "data": {"sequence": 36}}, 1, "is not a multiple of 2 x `train.blocks: 4`"),
+    ({"train": {"numerics": "canonical", "precision": "fp64"}}, 1, "is not there for `train.precision: fp64`"),
 ]
 
 
@@ -238,6 +277,27 @@ def test_the_table_above_has_every_rule():
     tree = ast.parse(Path(constraints.__file__).read_text())
     yields = [node for node in ast.walk(tree) if isinstance(node, ast.Yield)]
     assert len(RULES) == len(yields)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"head_size": 16}, "`model.head_size: 16` has no effect"),
+        ({"rope_fraction": 0.5}, "`model.rope_fraction: 0.5` has no effect"),
+        ({"bias_qkv": True}, "`model.bias_qkv: true` has no effect"),
+        ({"qk_norm": True}, "`model.qk_norm: true` has no effect"),
+        ({"latent": {"rope": 7}}, "turn 7 channels of a head, an odd number: change model.latent.rope"),
+    ],
+)
+def test_what_says_something_of_heads_beside_latent_attention(changes, words):
+    (line,) = faults(tiny(model={"kv_heads": None, "latent": {}} | changes), 1)
+    assert words in line
+
+
+def test_latent_heads_need_not_share_the_width():
+    config = check(tiny(model={"width": 66, "kv_heads": None, "latent": {"nope": 24, "rope": 8}}), 1)
+    assert config.model.head_size == 32 and config.model.kv_heads == 4
+    assert not [line for line in faults(config, 1) if "model." in line], "what was filled in is not refused as given"
 
 
 def test_all_rules_are_told_together():
@@ -363,7 +423,7 @@ def test_repairs_of_the_pipeline(pipeline):
         ({"parallel": {"sequence": True}}, "parallel.tensor"),
         ({"parallel": {"schedule": "breadth-first"}}, "parallel.schedule"),
         ({"train": {"precision": "fp16+bf16"}}, "train.precision"),
-        ({"parallel": {"expert": 2}}, "parallel.expert: unknown key"),
+        ({"parallel": {"expert": 2}}, "parallel.expert: 2"),
         ({"train": {"recompute_layers": 9}}, "train.recompute_layers: unknown key"),
         ({"optimizer": {"warmup": 99}}, "optimizer.warmup: 99"),
     ],

@@ -15,13 +15,22 @@ import torch
 import torch.nn.functional as F
 
 from mtmegatron.batch import IGNORE
-from mtmegatron.config.constraints import check, faults, layout_of
+from mtmegatron.config.constraints import check, faults
+from mtmegatron.config.derived import layout_of
 from mtmegatron.errors import UserError
 from mtmegatron.layers.build import Build
 from mtmegatron.layers.linear import Linear
 from mtmegatron.mesh import Mesh
 from mtmegatron.verify.protocol import batches
-from tests.field.training import engine_of, joined, largest_difference, make_batch, name, parts_of, spread
+from tests.field.training import (
+    engine_of,
+    joined,
+    largest_difference,
+    make_batch,
+    name,
+    parts_of,
+    spread,
+)
 from tests.tiny import tiny
 
 EPS = torch.finfo(torch.float64).eps

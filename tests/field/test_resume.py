@@ -19,7 +19,17 @@ from mtmegatron.checkpoint.state import load, load_weights, save
 from mtmegatron.errors import UserError
 from mtmegatron.train.resume import resume
 from mtmegatron.verify.protocol import batches
-from tests.field.training import contents, engine_of, lines_of, loop_of, name, run, same_bits, spread, state_of
+from tests.field.training import (
+    contents,
+    engine_of,
+    lines_of,
+    loop_of,
+    name,
+    run,
+    same_bits,
+    spread,
+    state_of,
+)
 from tests.tiny import tiny
 
 RUN = {
@@ -158,7 +168,7 @@ def test_c02_the_step_decides_the_learning_rate_with_and_without_moments(finishe
         engine = engine_of(tiny(RUN), {}, precision="fp32")
         load(Folder(finished / "checkpoints").open(3), engine.optimizer, engine.mesh, moments=moments)
         assert engine.optimizer.updates == (3 if moments else 0)
-        assert any(state.exp_avg.any() for state in engine.optimizer.states) == moments
+        assert any(state.tensors["exp_avg"].any() for state in engine.optimizer.states) == moments
         assert engine.step(batches(engine, 3), 3).lr == rates[3]
         assert engine.optimizer.updates == (4 if moments else 1)
 
@@ -323,9 +333,9 @@ def copies_rank(rank, world, config, layout, folder, precision):
         assert torch.equal(param, store.read(f"weight/{key}", offset, size).to(param.dtype)), key
     for state in engine.optimizer.states:
         assert torch.equal(state.bucket.values[state.owned], state.master.to(state.bucket.values.dtype))
-        state.exp_avg.add_(1.0)  # C20: a moment is no other tensor's memory
+        state.tensors["exp_avg"].add_(1.0)  # C20: a moment is no other tensor's memory
         assert torch.equal(state.bucket.values[state.owned], state.master.to(state.bucket.values.dtype))
-        assert not torch.equal(state.exp_avg, state.exp_avg_sq) and state.exp_avg_sq.abs().max() < 1.0
+        assert not torch.equal(state.tensors["exp_avg"], state.tensors["exp_avg_sq"]) and state.tensors["exp_avg_sq"].abs().max() < 1.0
     return step
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
 from mtmegatron.layers.build import Build
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder

@@ -10,7 +10,8 @@ import torch
 from mtmegatron.batch import Batch, Bounds
 from mtmegatron.checkpoint.folder import Folder
 from mtmegatron.checkpoint.store import Store
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import Config
 from mtmegatron.device import Device
 from mtmegatron.mesh import Mesh
@@ -20,7 +21,7 @@ from mtmegatron.train.loop import Loop
 from mtmegatron.verify.pool import Pool
 from mtmegatron.verify.protocol import RandomSamples, laid_out, world_of
 
-CLOCK = ("seconds", "tokens_per_second", "memory_bytes", "mfu")  # the only values of a line that depend on the machine
+CLOCK = ("seconds", "tokens_per_second", "tflops_per_rank", "memory_bytes", "mfu")  # the only values of a line that depend on the machine
 
 
 class Cut(BaseException):

@@ -16,14 +16,22 @@ from mtmegatron.batch import Batch, Bounds
 from mtmegatron.checkpoint.folder import Folder
 from mtmegatron.checkpoint.state import save
 from mtmegatron.checkpoint.store import Store
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
 from mtmegatron.layers.attention import Cache
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder
 from mtmegatron.models.generation import (
-    Options, draw, generate, generation_config, load_model, next_logits, probabilities, through_stages,
+    Options,
+    draw,
+    generate,
+    generation_config,
+    load_model,
+    next_logits,
+    probabilities,
+    through_stages,
 )  # fmt: skip
 from mtmegatron.train.engine import Engine
 from mtmegatron.verify.protocol import FACTOR

@@ -18,10 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from mtmegatron.batch import IGNORE, Batch, Bounds
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import Config
 from mtmegatron.mesh import Mesh
 from mtmegatron.train.engine import Engine

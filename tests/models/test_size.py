@@ -7,6 +7,7 @@ that hypothesis thinks of; together they must cover each parameter exactly once 
 import json
 import math
 from collections import Counter, defaultdict
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,36 +16,46 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 from typer import Typer
 from typer.testing import CliRunner
 
 from mtmegatron.cli.info import describe, info_command, readable_bytes
 from mtmegatron.config import Config, check, load
-from mtmegatron.config.constraints import layout_of
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import ParallelConfig
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.layers.build import Build
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder
-from mtmegatron.models.size import parameters, split_layers, training_flops
+from mtmegatron.models.size import (
+    block_flops,
+    expert_blocks,
+    head_flops,
+    parameters,
+    prediction_flops,
+    split_layers,
+    training_flops,
+)
 from mtmegatron.train.engine import Engine
 from mtmegatron.verify.protocol import RandomSamples
-from tests.shared import shared
 from tests.tiny import GPT2, tiny
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-PUBLISHED = {
-    "gpt2-124m": 124_439_808,
-    "llama2-7b": 6_738_415_616,
-    "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
-    "llama3-405b": 405_853_388_800,
-    "qwen2-0.5b": 494_032_768,
-}
 BIASES = {"bias_qkv": True, "bias_attention_out": True, "bias_mlp": True}
-# every kind of norm, position, activation, bias, head and table
+LATENT = {"kv_heads": None, "latent": {"query_rank": 24, "kv_rank": 20, "nope": 12, "rope": 8, "value": 10}}
+SHARED = {"experts": 6, "top_k": 2, "ffn": 24, "shared": 2, "first_dense": 1, "shared_gate": True}
+BIASED = {"experts": 4, "top_k": 3, "shared": 1, "shared_ffn": 40, "pattern": [True, False, False, True], "bias_rate": 0.1}
+# every kind of norm, position, activation, bias, head, table, attention and feed-forward layer
 KINDS = {
     "gpt2": GPT2["model"],
     "llama": {},
@@ -55,6 +66,14 @@ KINDS = {
     "geglu-tanh": {"activation": "geglu_tanh", "kv_heads": 4, "rope_fraction": 0.5},
     "gelu": {"activation": "gelu", **BIASES},
     "squared-relu": {"activation": "squared_relu", "positions": "learned"},
+    "qk-norm": {"qk_norm": True, "head_size": 20},
+    "latent": LATENT,
+    "latent-direct": LATENT | {"latent": LATENT["latent"] | {"query_rank": None}, "bias_attention_out": True},
+    "experts": {"moe": {"experts": 4, "every": 2}},
+    "shared-experts": {"moe": SHARED} | LATENT,
+    "biased-experts": {"moe": BIASED, "activation": "gelu"},
+    "prediction": {"prediction": {"depth": 2}, "norm": "layernorm"},
+    "prediction-experts": {"prediction": {}, "moe": BIASED, "tied": True},
 }
 
 
@@ -73,19 +92,10 @@ def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def existing(config: Config) -> int:
-    return sum(map(math.prod, whole_shapes(config).values()))
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_architectures_have_the_published_number_of_parameters(name):
-    config = check(load(CONFIGS / f"{name}.yaml").config, 1)
-    assert parameters(config.model) == PUBLISHED[name]
-    assert existing(config) == PUBLISHED[name]
-
-
-def test_every_architecture_file_is_tested():
-    described = [path.stem for path in CONFIGS.glob("*.yaml") if load(path).config.model.width >= 768]
-    assert sorted(described) == sorted(PUBLISHED)
+    """Elements of all parameters, and of the biases that balance the choice of experts."""
+    whole = part(check(config.model_copy(update={"parallel": ParallelConfig()}), 1), Layout(), 0)
+    biases = [buffer for name, buffer in whole.named_buffers() if name.endswith("mlp.bias")]
+    return sum(t.numel() for t in (*whole.parameters(), *biases))
 
 
 def test_golden_gpt_of_6240_parameters():
@@ -101,33 +111,47 @@ def test_the_count_is_that_of_the_parameters_that_exist(kind):
     assert parameters(config.model) == existing(config)
 
 
-THEIR_WORDS = {
-    "layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads", "ffn": "intermediate_size", "vocab": "vocab_size", "norm_eps": "rms_norm_eps",
-    "rope_base": "rope_theta",
-    "tied": "tie_word_embeddings", "init_std": "initializer_range", "max_positions": "max_position_embeddings",
-    "rope_scaling": "rope_scaling",
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "name, folder", [("llama3-8b", "Llama3-8B"), ("llama3-70b", "Llama3-72B"), ("qwen2-0.5b", "Qwen2-0.5B")]
-)
-def test_architecture_files_say_what_the_published_files_say(name, folder):
-    published = json.loads(shared(f"hf_config/full/{folder}/config.json").read_text())
-    model = load(CONFIGS / f"{name}.yaml").config.model
-    if (
-        name == "llama3-8b"
-    ):  # the file at hand is that of Llama 3.1, which differs in the long context alone, as ours says
-        text = (CONFIGS / f"{name}.yaml").read_text()
-        assert f"max_positions: {published['max_position_embeddings']}" in text
-        assert all(f"{key}: {value}" in text for key, value in published["rope_scaling"].items())
-        published |= {"max_position_embeddings": 8192, "rope_scaling": None}
-    assert {key: getattr(model, key) for key in THEIR_WORDS} == {
-        key: published.get(word) for key, word in THEIR_WORDS.items()
-    }
-    assert model.activation == "swiglu" and published["hidden_act"] == "silu"
-    assert model.bias_qkv == (published["model_type"] == "qwen2")
+    "moe, blocks",
+    [
+        ({}, [1, 1, 1, 1, 1, 1]), ({"every": 2}, [1, 0, 1, 0, 1, 0]), ({"first_dense": 3}, [0, 0, 0, 1, 1, 1]),
+        ({"first_dense": 1, "every": 2}, [0, 1, 0, 1, 0, 1]), ({"first_dense": 2, "every": 3}, [0, 0, 1, 0, 0, 1]),
+        ({"pattern": [0, 1, 1, 0, 0, 1]}, [0, 1, 1, 0, 0, 1]), ({"first_dense": 6}, [0] * 6),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_which_blocks_have_experts(moe, blocks):
+    config = tiny(model={"layers": 6, "moe": {"experts": 4} | moe})
+    assert expert_blocks(config.model) == blocks
+    assert expert_blocks(tiny().model) == [False] * 4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=7).filter(any), st.integers(1, 4), st.integers(1, 400), st.sampled_from([8, 259, 4000]),
+    st.sampled_from([None, {}]),
+)  # fmt: skip
+def test_no_split_has_a_cheaper_dearest_stage(pattern, stages, ffn, vocab, prediction):
+    """Against all splits there are, with experts that are dearer or cheaper than a dense layer."""
+    changes = {"layers": len(pattern), "moe": {"experts": 4, "ffn": ffn, "pattern": pattern}, "vocab": vocab, "prediction": prediction}
+    model = check(tiny(model=changes), 1).model
+    cost = [block_flops(model, 32, experts) for experts in pattern]
+
+    def dearest(counts: tuple[int, ...]) -> float:
+        ends = [sum(counts[:i]) for i in range(stages + 1)]
+        costs = [sum(cost[a:b]) for a, b in zip(ends, ends[1:])]
+        costs[0] += 0.1 * cost[0]
+        costs[-1] += head_flops(model) + prediction_flops(model, 32)
+        return max(costs)
+
+    mine = tuple(map(len, split_layers(model, stages, 32)))
+    every = [c for c in product(range(len(pattern) + 1), repeat=stages) if sum(c) == len(pattern)]
+    assert mine in every and dearest(mine) == pytest.approx(min(map(dearest, every)), rel=1e-4)
+
+
+def test_dear_blocks_of_experts_are_fewer_on_a_stage_than_dense_ones():
+    model = check(tiny(model={"layers": 8, "moe": {"experts": 8, "top_k": 8, "first_dense": 4}, "vocab": 8}), 1).model
+    assert [len(stage) for stage in split_layers(model, 2, 32)] == [6, 2]
 
 
 @st.composite
@@ -210,21 +234,37 @@ THEIR_SIZES = {"vocab_size": 259, "attn_implementation": "eager", "use_cache": F
 LLAMA_SIZES = THEIR_SIZES | {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4
 }  # fmt: skip
+EXPERT_SIZES = LLAMA_SIZES | {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "experts_implementation": "eager"}
+DEEPSEEK_SIZES = EXPERT_SIZES | {
+    "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "n_routed_experts": 6, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 COUNTED = {
     "grouped, gated": LlamaConfig(num_key_value_heads=2, **LLAMA_SIZES),
     "one key head, wide": LlamaConfig(num_key_value_heads=1, head_dim=20, **LLAMA_SIZES),
+    "experts": MixtralConfig(num_key_value_heads=2, num_local_experts=6, **EXPERT_SIZES),
+    "many experts, normalised heads": Qwen3MoeConfig(num_key_value_heads=2, head_dim=20, num_experts=6, decoder_sparse_step=2, **EXPERT_SIZES),
+    "latent, experts": DeepseekV2Config(q_lora_rank=None, n_shared_experts=2, **DEEPSEEK_SIZES),
+    "latent, compressed, experts": DeepseekV3Config(q_lora_rank=24, n_shared_experts=1, n_group=2, topk_group=1, **DEEPSEEK_SIZES),
     "plain": GPT2Config(
         n_embd=64, n_inner=176, n_layer=4, n_head=4, n_positions=40, bos_token_id=0, eos_token_id=0, **THEIR_SIZES
     ),
 }  # fmt: skip
-OUR_SIZES = {"grouped, gated": {}, "one key head, wide": KINDS["one-kv-head"], "plain": KINDS["gpt2"] | {"kv_heads": 4}}
+OUR_EXPERTS = {"experts": 6, "top_k": 2, "ffn": 48, "first_dense": 1}
+OUR_SIZES = {
+    "grouped, gated": {}, "one key head, wide": KINDS["one-kv-head"], "plain": KINDS["gpt2"] | {"kv_heads": 4},
+    "experts": {"moe": {"experts": 6}},
+    "many experts, normalised heads": {"moe": OUR_EXPERTS | {"every": 2}, "qk_norm": True, "head_size": 20},
+    "latent, experts": {"moe": OUR_EXPERTS | {"shared": 2}} | KINDS["latent-direct"] | {"bias_attention_out": False},
+    "latent, compressed, experts": {"moe": OUR_EXPERTS | {"shared": 1, "groups": 2, "groups_kept": 1}} | LATENT,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", COUNTED)
 def test_training_flops_are_those_that_a_counter_sees(kind):
     """Field bug T01. Batched products: attention's, which transformers computes whole; causal: (S + 1) / 2S of it."""
     sequence = 32
-    model = (GPT2LMHeadModel if kind == "plain" else LlamaForCausalLM)(COUNTED[kind])
+    model = AutoModelForCausalLM.from_config(COUNTED[kind])
     tokens = torch.zeros(1, sequence, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(tokens, labels=tokens).loss.backward()
@@ -330,10 +370,11 @@ def test_info_of_70_billion_parameters_on_512_ranks():
     ]
     config = check(load(CONFIGS / "llama3-70b.yaml", changes).config, 512)
     facts = describe(config)
-    assert facts["parameters"]["total"] == PUBLISHED["llama3-70b"] == sum(facts["parameters"].values()) / 2
+    total = facts["parameters"]["total"]
+    assert total == facts["active_parameters"] == 70_553_706_496 == sum(facts["parameters"].values()) / 2
     held = sum(stage["parameters"] for stage in facts["stages"])
     norms = facts["parameters"]["norms"]
-    assert held == (PUBLISHED["llama3-70b"] - norms) // 8 + norms  # norms are whole on every tensor rank
+    assert held == (total - norms) // 8 + norms  # norms are whole on every tensor rank
     first = facts["stages"][0]
     assert first["weights"] == pytest.approx(2 * first["parameters"], rel=1e-4)
     assert first["gradients"] == 2 * first["weights"]

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mtmegatron.ops.cross_entropy import cross_entropy, cross_entropy_reference, linear_cross_entropy
+from mtmegatron.ops.cross_entropy import (
+    cross_entropy,
+    cross_entropy_reference,
+    linear_cross_entropy,
+)
 from tests.ops.helpers import assert_near, double, each_dtype, gradients, leaf
 
 T, V = 9, 13
@@ -209,6 +213,16 @@ def test_accumulate_takes_the_weight_gradient_and_refuses_a_factor():
     assert_near([hidden.grad, dweight, dbias], expected, 4 * ROUNDINGS)
     with pytest.raises(AssertionError, match="already accumulated"):
         (2 * fused(accumulate)).backward()
+
+
+def test_chunks_stay_in_the_cache_of_a_cpu_and_fill_another_device():
+    chunks = {}
+    for device in ("cpu", "meta"):
+        hidden, weight = torch.zeros(96, 1, device=device), torch.zeros(2**15, 1, device=device)
+        labels = torch.zeros(96, dtype=torch.long, device=device)
+        sizes = chunks[device] = []
+        linear_cross_entropy(hidden.requires_grad_(), weight, labels, 1.0, lambda dlogits, h, sizes=sizes: sizes.append(dlogits.shape[0]))
+    assert chunks == {"cpu": [32, 32, 32], "meta": [96]}
 
 
 def test_without_autograd_only_the_loss_is_made():

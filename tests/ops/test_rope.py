@@ -1,5 +1,7 @@
 """Rotary embedding: tables against transformers, rotation against its formula and against transformers' Llama."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -7,7 +9,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from mtmegatron.errors import UserError
-from mtmegatron.ops.rope import inverse_frequencies, rope, rope_reference, rope_table
+from mtmegatron.ops.rope import (
+    inverse_frequencies,
+    rope,
+    rope_reference,
+    rope_table,
+    score_factor,
+)
 from tests.ops.helpers import assert_near, double, each_dtype, gradients, leaf
 
 H = 64
@@ -54,6 +62,45 @@ def test_table_is_cos_and_sin_of_float64_angles_wherever_positions_start():
     angles = torch.tensor([[0, 0], [1, 0.01], [100_000, 1000.0]], dtype=torch.float64)
     assert torch.equal(cos, angles.cos().float()) and torch.equal(sin, angles.sin().float())
     assert torch.equal(rope_table(torch.arange(5, 9), 4, 1e4)[0], rope_table(torch.arange(9), 4, 1e4)[0][5:])
+
+
+def test_yarn_of_deepseek_by_hand():
+    """32 frequencies; dims 10 = floor(10.47) and 23 = ceil(22.51), which turn 32 times and once in 4096 tokens, bound the blend."""
+    scaling = YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707}
+    frequencies, factor = inverse_frequencies(64, 1e4, scaling)
+    plain = 1e4 ** (-torch.arange(32, dtype=torch.float64) / 32)
+    assert factor == 1.0
+    assert torch.equal(frequencies[:11], plain[:11]) and torch.allclose(frequencies[23:], plain[23:] / 40, rtol=1e-15, atol=0)
+    assert float(frequencies[15]) == pytest.approx(float(plain[15]) * (8 / 13 + 5 / 13 / 40), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    "more, on_table, on_scores",
+    [
+        ({}, 0.1 * math.log(40) + 1, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0, 1.3688879454113936**2),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0, 1.2608037774058553**2),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, 1.3688879454113936 / 1.1844439727056968, 1.1844439727056968**2),
+        ({"mscale": 1.0, "mscale_all_dim": 0}, 0.1 * math.log(40) + 1, 1.0),
+        ({"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0, 1.0),
+    ],
+)
+def test_v05_temperature_is_shared_between_table_and_scores(more, on_table, on_scores):
+    assert inverse_frequencies(64, 1e4, YARN | more)[1] == pytest.approx(on_table, rel=1e-14)
+    assert score_factor(YARN | more) == pytest.approx(on_scores, rel=1e-14)
+
+
+def test_scores_have_no_factor_without_yarn():
+    assert score_factor(None) == score_factor(LLAMA3) == 1.0
+
+
+def test_both_layouts_turn_the_same_pairs_to_golden_values():
+    """Pair (3, 4) at angle a turns to (3 cos a - 4 sin a, 4 cos a + 3 sin a); angles are 1 and 0.01."""
+    cos, sin = rope_table(torch.tensor([1]), 4, 1e4, torch.float64)
+    first, second = (-1.7449770216271667, 4.685622177896248), (2.9598506679133294, 4.029799501669161)
+    halves, pairs = torch.tensor([[[3.0, 3, 4, 4]]]).double(), torch.tensor([[[3.0, 4, 3, 4]]]).double()
+    assert rope(halves, cos, sin).flatten().tolist() == pytest.approx([first[0], second[0], first[1], second[1]], rel=1e-12)
+    assert rope(pairs, cos, sin, True).flatten().tolist() == pytest.approx([*first, *second], rel=1e-12)
 
 
 def test_table_carries_the_yarn_temperature():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from mtmegatron.cli.info import describe_rank, info_command
 from mtmegatron.config import Config, check, load
-from mtmegatron.config.constraints import layout_of
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.schema import ParallelConfig
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.errors import UserError

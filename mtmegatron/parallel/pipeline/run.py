@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from mtmegatron.mesh import Axis
+from mtmegatron.mesh import Axis, Pending
 from mtmegatron.parallel.pipeline.record import Recorder
 from mtmegatron.parallel.pipeline.schedule import Action, Plan
 
@@ -50,8 +49,8 @@ class Run:
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     outputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    arriving: dict[tuple[str, int, int], dist.Work] = field(default_factory=dict)
-    leaving: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    arriving: dict[tuple[str, int, int], Pending] = field(default_factory=dict)
+    leaving: list[Pending] = field(default_factory=list)
 
     def execute(self) -> None:
         """Runs all actions of this rank."""
@@ -68,8 +67,8 @@ class Run:
                 handlers[action.kind](action)
             else:
                 self.recorder.time(handlers[action.kind], action)
-        for work, _ in self.leaving:
-            work.wait()
+        for message in self.leaving:
+            message.wait()
 
     def _forward(self, action: Action) -> None:
         key = (action.micro_batch, action.chunk)
@@ -108,7 +107,7 @@ class Run:
         key = (action.micro_batch, action.chunk)
         backward = action.kind == "SEND_B"
         value = (self.outputs.pop(key) if backward or not self.training else self.outputs[key]).detach().contiguous()
-        self.leaving.append((self.axis.send(value, action.peer), value))
+        self.leaving.append(self.axis.send(value, action.peer))
 
     def _receive(self, action: Action) -> None:
         target = self.inputs if action.kind == "RECV_F" else self.gradients
@@ -119,6 +118,6 @@ class Run:
     def _wait_for_message(self, action: Action) -> None:
         """Waits until what a computation takes from another rank is in its buffer."""
         letter = {"F": "F", "B": "B", "I": "B"}.get(action.kind)
-        work = self.arriving.pop((letter, action.micro_batch, action.chunk), None)
-        if work is not None:
-            work.wait()
+        message = self.arriving.pop((letter, action.micro_batch, action.chunk), None)
+        if message is not None:
+            message.wait()

@@ -1,0 +1,54 @@
+"""Facts that follow from a configuration: its layout, the names of its layers, which optimizers it has."""
+
+from mtmegatron.config.model import ModelConfig
+from mtmegatron.config.schema import Config, OptimizerConfig
+from mtmegatron.layout import Layout
+
+
+def optimizers(o: OptimizerConfig) -> set[str]:
+    """Kinds of optimizer that a run has."""
+    return {o.kind, *(group.kind for group in o.groups if group.kind)}
+
+
+def layout_of(config: Config) -> Layout:
+    """The layout of a resolved configuration."""
+    p = config.parallel
+    sequence, parts = p.sequence and p.tensor > 1, min(config.model.kv_heads, p.tensor)
+    expert = p.expert if config.model.moe else 0
+    return Layout(p.tensor, p.context, p.data, p.pipeline, sequence, parts, p.ulysses, p.shard, expert, p.expert_tensor)
+
+
+def depends_on_micro_batch(config: Config) -> bool:
+    """Whether `train.micro_batch` is part of what is computed: some choices and balance terms, and the scales of fp8, are those of a micro-batch."""
+    moe = config.model.moe
+    return config.train.precision.startswith("fp8-") or moe is not None and bool(moe.capacity or moe.aux_loss or moe.sinkhorn)
+
+
+def linear_layers(model: ModelConfig) -> list[str]:
+    """Names that linear layers which can multiply in fp8 have in such a model, with experts in some blocks perhaps not in all."""
+    attention = ["query", "key", "value", "out"]
+    if model.latent:
+        attention = [*(["query_down", "query_up"] if model.latent.query_rank else ["query"]), "kv_down", "kv_up", "out"]
+    feed_forward = ["gate", "up", "down"] if gated(model) else ["up", "down"]
+    if model.moe:
+        feed_forward += [f"shared.{name}" for name in feed_forward]
+    depths = [f"prediction.{k}" for k in range(1, model.prediction.depth + 1)] if model.prediction else []
+    blocks = [f"layers.{i}" for i in range(model.layers)] + [f"{depth}.block" for depth in depths]
+    inner = [f"attention.{name}" for name in attention] + [f"mlp.{name}" for name in feed_forward]
+    return [f"{block}.{name}" for block in blocks for name in inner] + [f"{depth}.project" for depth in depths]
+
+
+def high_precision(config: Config) -> list[str]:
+    """Patterns of the linear layers that stay in bf16 under fp8."""
+    given = config.train.fp8.high_precision
+    return ["*.shared_gate", *(["layers.0.*", f"layers.{config.model.layers - 1}.*"] if given is None else given)]
+
+
+def rotated(model: ModelConfig) -> int:
+    """Channels of a head that rotary positions turn."""
+    return model.latent.rope if model.latent else int(model.head_size * model.rope_fraction)
+
+
+def gated(model: ModelConfig) -> bool:
+    """Whether the feed-forward layer has a gate."""
+    return "glu" in model.activation

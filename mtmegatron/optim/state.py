@@ -1,0 +1,58 @@
+"""Optimizer state of a run of elements of a bucket, all of one kind of optimizer.
+
+Notable: everything is flat and has the length of `owned`. `parts` tells which elements are whose, so checkpoints cut any of these tensors into
+rectangles of parameters, whatever the kind.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from mtmegatron.optim.elementwise import Numbers
+from mtmegatron.optim.groups import Setting
+from mtmegatron.parallel.data import Bucket, Item
+
+
+@dataclass
+class State:
+    """`owned`: elements of the bucket; `values`, `gradients`: those elements of it; `settings`: of runs of the elements.
+
+    `ema`: the average of the weights, where there is one."""
+
+    bucket: Bucket
+    kind: str
+    owned: slice
+    values: Tensor
+    gradients: Tensor
+    master: Tensor
+    moments: dict[str, Tensor]
+    ema: dict[str, Tensor]
+    settings: list[tuple[Setting, slice]]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, by name."""
+        return {"master": self.master} | self.moments | self.ema
+
+    def runs(self, numbers: Numbers) -> Iterator[tuple[slice, Numbers]]:
+        """Runs of elements with their own rate and decay."""
+        for setting, own in self.settings:
+            yield own, replace(numbers, lr=numbers.lr * setting.lr, decay=numbers.decay * setting.decay)
+
+    def parts(self, within: slice | None = None) -> Iterator[tuple[Item, slice, slice]]:
+        """Parameters here, or in the part of the bucket `within`: (item, elements of its local part, elements of this state)."""
+        first, last = self.owned.start, self.owned.stop
+        if within is not None:
+            first, last = max(first, within.start), min(last, within.stop)
+        for item in self.bucket.items:
+            start, stop = max(item.start, first), min(item.stop, last)
+            if start < stop:
+                yield item, slice(start - item.start, stop - item.start), slice(start - self.owned.start, stop - self.owned.start)
+
+    def begin(self) -> None:
+        """The state before the first update: moments of zero, the average at the weights."""
+        for moment in self.moments.values():
+            moment.zero_()
+        for average in self.ema.values():
+            average.copy_(self.master)
