@@ -11,7 +11,8 @@ import argparse
 import resource
 import sys
 
-from mtmegatron.config.constraints import check, layout_of
+from mtmegatron.config.constraints import check
+from mtmegatron.config.derived import layout_of
 from mtmegatron.config.load import validate
 from mtmegatron.config.schema import Config
 from mtmegatron.data.loader import micro_batches
