@@ -97,7 +97,7 @@ def test_any_layout_goes_on_from_a_checkpoint_of_any_layout(layout, source, pool
 
 REFUSED = {
     "weights that do not add up": ({"experts": 4}, {}, "model.moe.renormalise: true"),
-    "sigmoids as they are": ({"experts": 4, "score": "sigmoid", "score_after": True}, {}, "model.moe.renormalise: true"),
+    "sigmoids as they are": ({"experts": 4, "score": "sigmoid", "score_after": True, "bias_rate": 0.01}, {}, "model.moe.renormalise: true"),
     "another width": (MIXTRAL | {"ffn": 40}, {}, "another width than the feed-forward layer's 176: leave it out"),
     "dropped tokens": (MIXTRAL | {"capacity": 1.5}, {}, "use at least 2"),
     "another model": (MIXTRAL, {"norm_eps": 1e-3}, "`model.norm_eps: 0.001` is 1e-05 in the checkpoint"),
