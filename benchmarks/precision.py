@@ -1,7 +1,8 @@
 """Training quality and speed of each precision on a CPU: the quickstart's model and corpus, the same samples, in one process.
 
     python -m benchmarks.precision [--steps 300] [--only bf16,fp8-rowwise]    losses, docs/precision.png; needs the corpus of `mtm quickstart`
-    python -m benchmarks.precision --speed                                    tokens/s as a ratio to fp32, in turns in one run
+    python -m benchmarks.precision --speed [--rounds 5] [--only fp32,bf16]    time of a step, in turns in one run: as a ratio to fp32, and to plain
+                                                                              PyTorch (`plain.py`) in fp32 and under torch.autocast in bf16
 
 Curves are kept in runs/precision, so that recipes can be trained one after the other.
 """
@@ -13,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.teams import Team, take_turns
+from benchmarks.plain import plain_step
+from benchmarks.teams import Step, Team, take_turns
 from mtmegatron.batch import Batch, Bounds
 from mtmegatron.config.constraints import check
 from mtmegatron.config.derived import layout_of
@@ -80,8 +82,9 @@ def draw(curves: dict[str, dict]) -> None:
     figure.savefig(PICTURE, dpi=80)
 
 
-def step_of(rank: int, world: int, config: Config):
+def step_of(rank: int, world: int, config: Config) -> Step:
     """One training step on random tokens."""
+    choose_device("cpu").set_current()
     config = check(config, world)
     engine, sequence, count, number = engine_of(config), config.data.sequence, config.train.micro_batch, [0]
     draw_tokens = torch.Generator().manual_seed(0)
@@ -94,15 +97,32 @@ def step_of(rank: int, world: int, config: Config):
     return step
 
 
-def speed(rounds: int) -> None:
+def autocast_step(rank: int, world: int, config: Config) -> Step:
+    """The plain step in mixed precision. Backward is inside too: its products have bf16 operands from forward, nothing else is cast there."""
+    step = plain_step(rank, world, config)
+
+    def cast() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            step()
+
+    return cast
+
+
+PLAIN = {"plain fp32": plain_step, "plain autocast": autocast_step}
+
+
+def speed(rounds: int, names: list[str]) -> None:
     """A model of products large enough to be products, not calls."""
-    shape = ("model.width=512", "model.heads=8", "model.ffn=1408", "model.vocab=4096", "data.sequence=256")
+    shape = ("model.width=512", "model.heads=8", "model.kv_heads=8", "model.tied=false", "model.ffn=1408", "model.vocab=4096", "data.sequence=256")
     shape += ("train.micro_batch=4", "train.global_batch=4")
-    teams = [Team(name, step_of, 1, settings(name, *shape)) for name in PRECISIONS]
+    teams = [Team(name, make, 1, settings("fp32", *shape)) for name, make in PLAIN.items()]
+    teams += [Team(name, step_of, 1, settings(name, *shape)) for name in names]
     take_turns(teams, rounds, 1)
     medians = {team.name: statistics.median(team.seconds) for team in teams}
+    bases = [name for name in ("fp32", *PLAIN) if name in medians]
     for team in teams:
-        print(f"{team.name:<16} {medians[team.name] * 1e3:>8.1f} ms {medians['fp32'] / medians[team.name]:>6.2f} of fp32", flush=True)
+        ratios = ", ".join(f"{medians[base] / medians[team.name]:.2f} of {base}" for base in bases)
+        print(f"{team.name:<16} {medians[team.name] * 1e3:>8.1f} ms: {ratios}", flush=True)
         team.close()
 
 
@@ -114,10 +134,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    names = list(filter(None, options.only.split(",")))
     if options.speed:
-        return speed(options.rounds)
+        return speed(options.rounds, names)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for name in filter(None, options.only.split(",")):
+    for name in names:
         (FOLDER / f"{name}.json").write_text(json.dumps(train(name, options.steps)))
     curves = {name: json.loads(path.read_text()) for name in PRECISIONS if (path := FOLDER / f"{name}.json").exists()}
     if "fp32" in curves:

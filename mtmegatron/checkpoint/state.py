@@ -4,7 +4,8 @@ Notable:
 - A rank writes its shard of each bucket, whatever the ZeRO stage: a run of elements of a parameter's local part, which is at most a few
   rectangles of the global tensor (see `rectangle.py`). Every element is written by exactly one rank, nothing is gathered.
 - Buffers, such as the selection biases of experts, are whole and equal on the ranks of a stage; the first of them writes.
-- Only masters and moments are saved; 16-bit weights are rounded from the masters after loading, so they can never disagree.
+- Only masters and moments are saved, in the type that they have; 16-bit weights are rounded from the masters after loading, so they can never
+  disagree. What is loaded into a narrower type is rounded to the nearest.
 - Errors of compression are each rank's own: they are saved for each, and more or fewer ranks begin with their mean.
 - Loading asks for the rectangles that this rank owns under its own layout, and reads nothing else.
 - Randomness needs no state: first weights come from (seed, name), data from (seed, step).

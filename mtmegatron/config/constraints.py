@@ -13,7 +13,7 @@ from mtmegatron.config.ramp import batch_sizes, samples_before
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
 
-WARM_UP = {"onebit-adam": "adamw"}  # kinds of one bit, and what they are before they compress
+WARM_UP = {"onebit-adam": "adamw", "onebit-lamb": "lamb"}  # kinds of one bit, and what they are before they compress
 TWO_MOMENTS = {"adamw", "adam", "lamb", "muon", *WARM_UP}  # kinds of optimizer with a second moment; muon's are those of its tables and vectors
 
 
@@ -62,7 +62,7 @@ def check(config: Config, world: int) -> Config:
 def faults(config: Config, world: int) -> Iterator[str]:
     """One line per fault, each with its repair."""
     resolved = resolve(config, world)
-    for rule in (_model, _latent, _prediction, _world, _heads, _layers, _tokens, _context, _batch, _sharding, _recompute, _schedule, _optimizer, _onebit, _ramp, _training, _precision, _canonical, _router, _experts):
+    for rule in (_model, _latent, _prediction, _world, _heads, _layers, _tokens, _context, _batch, _sharding, _recompute, _schedule, _optimizer, _storage, _onebit, _ramp, _training, _precision, _canonical, _router, _experts):
         yield from rule(config, resolved, world)
 
 
@@ -248,6 +248,18 @@ def _optimizer(config: Config, resolved: Config, world: int) -> Iterator[str]:
             yield f"`optimizer.groups.{i}` ({group.match}) has settings without effect, {what}: remove them, or the group"
 
 
+def _storage(config: Config, resolved: Config, world: int) -> Iterator[str]:
+    o, kinds, precision = config.optimizer, optimizers(config.optimizer), config.train.precision
+    given = [f"{name}: {str(getattr(o, name)).lower()}" for name in ("moments", "masters") if getattr(o, name) != type(o).model_fields[name].default]
+    others = sorted(kinds & {"muon", "lamb", *WARM_UP})
+    if given and others:
+        yield f"`optimizer.{given[0]}` with `optimizer.kind: {others[0]}`, which updates whole parameters in fp32: use adamw, adam, lion or sgd, or leave it out"
+    kept = kinds != {"sgd"} or o.momentum != 0
+    yield from _idle("optimizer", o, {
+        "moments": (kept, "an optimizer that has some"), "masters": (precision == "bf16" or precision.startswith("fp8-"), "weights in bf16"),
+    })  # fmt: skip
+
+
 def _onebit(config: Config, resolved: Config, world: int) -> Iterator[str]:
     o, p, steps = config.optimizer, resolved.parallel, config.train.steps
     if o.kind not in WARM_UP:
@@ -337,6 +349,7 @@ def _canonical(config: Config, resolved: Config, world: int) -> Iterator[str]:
         f"parallel.context_kind: {p.context_kind}": p.context_kind not in (None, "allgather"),
         "model.dropout_attention": m.dropout_attention > 0, "model.moe": m.moe is not None, "model.latent": m.latent is not None,
         "model.prediction": m.prediction is not None,
+        "optimizer.moments: bf16": config.optimizer.moments == "bf16", "optimizer.masters: false": not config.optimizer.masters,
         "optimizer.kind: lamb, muon or of one bit": bool({"lamb", "muon", *WARM_UP} & optimizers(config.optimizer)),
     }  # fmt: skip
     for name, used in refused.items():

@@ -102,7 +102,7 @@ class OneBitConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer, with warm-up, a decay to `min_lr`, clipping; `docs/optimizers.md` has the equations."""
 
-    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon", "onebit-adam"] = "adamw"
+    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon", "onebit-adam", "onebit-lamb"] = "adamw"
     """muon takes the matrices between embedding and head, and adamw the rest."""
     onebit: OneBitConfig | None = None
     """For the kinds of one bit, whose ranks exchange signs."""
@@ -152,6 +152,10 @@ class OptimizerConfig(Section):
     """Size to which each element of a gradient is cut, in place of `clip`; default: none."""
     skip_norm: PositiveFloat | None = None
     """Global gradient norm above which a step is skipped; default: none."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """What moments are kept in between updates, which compute in fp32; bf16 rounds at random, in the same way in every layout."""
+    masters: bool = True
+    """Whether bf16 weights have fp32 masters; without them an update is rounded at random into the weights themselves."""
     ema: Retained | None = None
     """Decay of an exponential moving average of the weights, kept in fp32 and in checkpoints; default: none."""
 

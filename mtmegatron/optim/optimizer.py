@@ -1,7 +1,7 @@
 """The optimizer on flat buckets: each rank updates the part that it owns, then all have the new weights.
 
 Notable:
-- With ZeRO 0 a rank owns all of each bucket, else its shard. Weights of a 16-bit run have fp32 masters here.
+- With ZeRO 0 a rank owns all of each bucket, else its shard. Weights of a 16-bit run have fp32 masters here, unless `optimizer.masters` is false.
 - A state is a run of elements of a bucket with the same kind of optimizer; inside it are runs with the same factors on rate and decay. Usually
   that is one state for a bucket and two runs, of what decays and what does not.
 - An update is one pass over memory: a piece that fits in the cache is scaled by the clip factor, updated, averaged and rounded into the weights.
@@ -22,7 +22,9 @@ from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, moments_of
 from mtmegatron.optim.groups import Setting, setting_of
 from mtmegatron.optim.lamb import Lamb
 from mtmegatron.optim.muon import Muon
+from mtmegatron.optim.narrow import Narrow
 from mtmegatron.optim.onebit import OneBit, Residual
+from mtmegatron.optim.onebit_lamb import FRESH, OneBitLamb, WarmUp
 from mtmegatron.optim.state import State
 from mtmegatron.parallel.data import Bucket, Buckets
 from mtmegatron.precision.types import Types
@@ -40,18 +42,25 @@ class Run:
 
 
 class Optimizer:
-    """State and update of the elements that this rank owns. `names`: of all parameters of the model; `updates`: how many were made."""
+    """State and update of the elements that this rank owns. `names`: of all parameters of the model; `updates`: how many were made;
+    `seed`: of the run, for what is rounded at random."""
 
-    def __init__(self, config: OptimizerConfig, buckets: Buckets, types: Types, names: Callable[[], Iterable[str]]):
+    def __init__(self, config: OptimizerConfig, buckets: Buckets, types: Types, names: Callable[[], Iterable[str]], seed: int = 0):
         self.config, self.buckets, self.types = config, buckets, types
         self.updates, self.piece = 0, PIECE
-        self.onebit = OneBit(config, buckets, types.master) if config.kind in WARM_UP else None
+        self.narrow = Narrow(seed, buckets.mesh, types.master)
+        self.onebit = None
+        if config.kind in WARM_UP:
+            lamb = config.kind == "onebit-lamb"
+            self.onebit = OneBitLamb(config, buckets, names, types.master) if lamb else OneBit(config, buckets, types.master)
         self.states = [state for bucket in buckets.buckets for state in self._states(bucket)]
         lamb, muon = ([s for s in self.states if WARM_UP.get(s.kind, s.kind) == kind] for kind in ("lamb", "muon"))
         if self.onebit:
             self.onebit.states = [state for state in self.states if state.kind != "frozen"]
         # every parameter of the model takes part in one sum over all ranks, whose stages hold different ones
         self.lamb = Lamb(lamb, buckets.mesh, names, types.master) if self._uses("lamb") else None
+        if isinstance(self.onebit, OneBitLamb):
+            self.lamb = WarmUp(lamb, self.onebit, types.master)
         self.muon = Muon(muon, self._names("muon"), buckets, types.master) if self._uses("muon") else None
 
     @property
@@ -85,11 +94,14 @@ class Optimizer:
             yield self._state(bucket, kind, mine, values[inside], gradients[inside], runs)
 
     def _state(self, bucket: Bucket, kind: str, owned: slice, values: Tensor, gradients: Tensor, runs: list[Run]) -> State:
-        master = values if values.dtype == self.types.master else values.to(self.types.master)
-        moments = {name: torch.zeros_like(master) for name in moments_of(kind, self.config)}
+        wide = self.types.master
+        master = values.to(wide) if self.config.masters else values
+        kept = torch.bfloat16 if self.config.moments == "bf16" else wide
+        moments = {name: torch.zeros_like(values, dtype=kept) for name in moments_of(kind, self.config)}
         if self.onebit and moments:
             moments["exp_avg"] = self.onebit.momentum(bucket)[owned]
-        ema = {"ema": master.clone()} if self.config.ema is not None and kind != "frozen" else {}
+            moments |= {FRESH: torch.zeros_like(master)} if isinstance(self.onebit, OneBitLamb) else {}
+        ema = {"ema": values.to(wide, copy=True)} if self.config.ema is not None and kind != "frozen" else {}
         settings = [(run.setting, slice(run.start - owned.start, run.stop - owned.start)) for run in runs]
         return State(bucket, kind, owned, values, gradients, master, moments, ema, settings)
 
@@ -122,6 +134,8 @@ class Optimizer:
     def _update(self, state: State, numbers: Numbers, clip_factor: float) -> None:
         kind, moments = WARM_UP.get(state.kind, state.kind), state.moments.values()
         rule, fused = ELEMENTWISE[kind], numbers.fuses(kind)
+        if self.narrow.holds(state):
+            return self.narrow.update(rule, state, numbers, clip_factor, self._after)
         one_pass = fused and state.values is state.master and not state.ema
         in_pieces = state.master.device.type == "cpu" and not one_pass
         for own, run in state.runs(replace(numbers, clip=clip_factor) if fused else numbers):
@@ -133,7 +147,7 @@ class Optimizer:
     def _after(self, state: State, piece: slice) -> None:
         """The average of the weights, and the weights that the model computes with."""
         for average in state.ema.values():
-            average[piece].mul_(self.config.ema).add_(state.master[piece] * (1 - self.config.ema))
+            average[piece].mul_(self.config.ema).add_(state.master[piece].to(average.dtype) * (1 - self.config.ema))
         if state.values is not state.master:
             state.values[piece].copy_(state.master[piece])
 

@@ -115,12 +115,11 @@ def state_of(config: Config, rank: int) -> State:
     buckets = Buckets(units, names, mesh, types, zero=p.zero, bucket_bytes=p.bucket_mb * 2**20, overlap=p.overlap)
     optimizer = Optimizer(config.optimizer, buckets, types, tuple)
     states, more = optimizer.states, optimizer.onebit.nbytes if optimizer.onebit else 0
-    own_master = types.master != types.compute  # else the master is the weight itself
     return State(
         mesh.coordinate("pipeline"), sum(len(chunk.layers) for chunk in chunks), count,
         weights=sum((b.own_values if b.loose_values else b.values).nbytes for b in buckets.buckets),
         gradients=sum((b.own_sums if b.loose_gradients else b.gradients).nbytes for b in buckets.buckets),
-        optimizer=sum(t.nbytes for s in states for kind, t in s.tensors.items() if own_master or kind != "master") + more,
+        optimizer=sum(t.nbytes for s in states for t in s.tensors.values() if t is not s.values) + more,  # a master may be the weight itself
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ class Engine:
         )  # fmt: skip
         if self.offload is not None:
             self.offload.leave(self.names)
-        self.optimizer = Optimizer(config.optimizer, self.buckets, self.types, partial(parameters_of, config))
+        self.optimizer = Optimizer(config.optimizer, self.buckets, self.types, partial(parameters_of, config), config.train.seed)
         self.experts = ExpertLayers(config, self.chunks, mesh) if config.model.moe else None
         for chunk in self.chunks:
             chunk.hooks = self.buckets

@@ -6,6 +6,8 @@ Notable:
   finds them with some dozens of cases instead of a million.
 - What fits together is asked of the table of constraints itself: a case is valid when `faults` says nothing. A pair
   that no valid case has is found and kept with the reason, never skipped in silence.
+- Experts are drawn by random cases alone (`tests/parity/test_moe.py` covers them, with more kinds of router), and are checked in fp64 alone: among
+  the some hundred choices of a case the two nearest scores differ by as little as 1e-7, which rounding in fp32 may turn, and in fp64 never does.
 - Everything is a pure function of a seed. A case is spelled as the words of `mtm verify` that repeat it.
 """
 
@@ -16,6 +18,7 @@ from functools import cached_property
 from itertools import combinations, product
 
 from mtmegatron.config.constraints import faults
+from mtmegatron.config.derived import depends_on_micro_batch
 from mtmegatron.config.load import validate
 from mtmegatron.config.schema import Config
 from mtmegatron.errors import UserError
@@ -53,13 +56,17 @@ DIMENSIONS: Table = {
         "none": {}, "residual": {"model.dropout_embedding": 0.1, "model.dropout_residual": 0.2},
         "attention": {"model.dropout_attention": 0.2, "model.dropout_residual": 0.1},
     },
+    "prediction": {"none": {}, "1": {"model.prediction.depth": 1}},
 }  # fmt: skip
 # dimensions whose code meets in one place: triples of their values count beside the pairs
 TRIPLES = (
     ("pipeline", "zero", "recompute"), ("tensor", "context", "documents"), ("tensor", "pipeline", "table"),
     ("data", "zero", "recompute"), ("context", "key/value heads", "dropout"),
 )  # fmt: skip
-# further values for random cases
+# first weights that give routers and experts gradients well above the eps of the protocol's optimizer, which would else turn their rounding into
+# weights: a gradient norm was seen 12 times as far off as serial runs are
+WIDER: Settings = {"model.init_std": 0.1}
+# further values and dimensions for random cases
 MORE: Table = {
     "tensor": {"4": {"tensor": 4}, "4, tokens whole": {"tensor": 4, "sequence": False}},
     "pipeline": {f"{kind} of {n}": {"pipeline": n, "schedule": kind} for n in (3, 4) for kind in SCHEDULES}
@@ -73,6 +80,20 @@ MORE: Table = {
         "every second": {"recompute": "full", "every": 2}, "first": {"recompute": "full", "first": 1},
     },
     "micro-batch": {"4": {"micro_batch": 4}},
+    "precision": {"fp64": {}},
+    "experts": {
+        "none": {},
+        "softmax": WIDER | {"model.moe.experts": 4, "model.moe.score_after": True, "model.moe.global_loss": 0.02, "model.moe.z_loss": 1e-3},
+        "sigmoid": WIDER | {
+            "model.moe.experts": 6, "model.moe.ffn": 24, "model.moe.score": "sigmoid", "model.moe.renormalise": True,
+            "model.moe.groups": 3, "model.moe.groups_kept": 2, "model.moe.shared": 1, "model.moe.first_dense": 1,
+            "model.moe.bias_rate": 1e-2, "model.moe.sequence_loss": 0.01,
+        },
+    },
+    "expert ranks": {
+        "1": {}, "2": {"expert": 2}, "2 in parts": {"expert": 2, "dispatch_parts": 2}, "allgather": {"expert": 2, "dispatcher": "allgather"},
+        "columns": {"expert_tensor": 2}, "4": {"expert": 4}, "2 x columns": {"expert": 2, "expert_tensor": 2},
+    },
 }  # fmt: skip
 
 Choice = dict[str, str]  # dimension -> value
@@ -81,7 +102,7 @@ Part = tuple[tuple[str, str], ...]  # some dimensions with their values: a pair 
 
 @dataclass(frozen=True)
 class Case:
-    """One combination, checked in fp64 and in `precision`.
+    """One combination, checked in fp64 and in `precision`, which may be fp64 too.
 
     `layout`: as `verify.protocol` takes it; `changes`: dotted keys of the configuration."""
 
@@ -99,7 +120,7 @@ class Case:
         """What to type after `mtm verify` to run it again."""
         changes = "".join(f"{key}={spell(value)} " for key, value in self.changes.items())
         layout = describe(self.layout) if self.layout else "tensor=1"
-        return f'{changes}--layouts "{layout}" --precisions fp64,{self.precision}'
+        return f'{changes}--layouts "{layout}" --precisions {",".join(dict.fromkeys(["fp64", self.precision]))}'
 
 
 @dataclass
@@ -128,7 +149,12 @@ class Space:
             return f"{case.world} processes, more than {self.most}"
         if case.layout.get("zero") and int(case.layout.get("data", 1)) * int(case.layout.get("context", 1)) == 1:
             return "ZeRO without a data or context rank to share with"  # runs, and proves nothing
-        return next(faults(laid_out(changed(self.base, case.changes), case.layout, "fp32"), case.world), "")
+        config = laid_out(changed(self.base, case.changes), case.layout, "fp32")
+        if (config.model.moe is not None) != (case.precision == "fp64"):
+            return "experts are checked in fp64 alone, all else in another precision too"
+        if depends_on_micro_batch(config) and config.train.micro_batch != self.base.train.micro_batch:
+            return f"micro-batches of {config.train.micro_batch}: choices or balance terms of these experts are those of a micro-batch"
+        return next(faults(config, case.world), "")
 
     @property
     def plain(self) -> Choice:
@@ -202,10 +228,11 @@ class Space:
         return choice
 
     def sample(self, seed: int) -> Case:
-        """A random valid case. Raises UserError when none is found."""
+        """A random valid case: a model first, all as likely, then what fits it. Raises UserError when none is found."""
         draw = random.Random(seed)
+        model = {dimension: draw.choice(list(self.table[dimension])) for dimension in _changing(self.table)}
         for _ in range(10_000):
-            choice = {dimension: draw.choice(list(values)) for dimension, values in self.table.items()}
+            choice = {dimension: model.get(dimension) or draw.choice(list(values)) for dimension, values in self.table.items()}
             if not self.fault(choice):
                 return self.case(choice)
         repair = "use a global_batch, a sequence and heads that 2 divides"
@@ -213,7 +240,7 @@ class Space:
 
 
 def changed(config: Config, changes: Settings) -> Config:
-    """The configuration with other values for some dotted keys. Raises UserError."""
+    """The configuration with other values for some dotted keys; a section that it lacks is made. Raises UserError."""
     if not changes:
         return config
     tree = config.model_dump()
@@ -221,6 +248,8 @@ def changed(config: Config, changes: Settings) -> Config:
         *sections, name = key.split(".")
         place = tree
         for section in sections:
+            if place.get(section, "") is None:
+                place[section] = {}
             place = place.get(section)
             if not isinstance(place, dict):
                 raise UserError(f"{key}={spell(value)}: there is no section {section}")
@@ -230,6 +259,10 @@ def changed(config: Config, changes: Settings) -> Config:
 
 def wide(layouts_only: bool) -> Table:
     """The table for random cases; `layouts_only`: without the dimensions that change the run itself."""
-    table = {dimension: values | MORE.get(dimension, {}) for dimension, values in DIMENSIONS.items()}
-    changing = {d for d, values in table.items() if any("." in key for settings in values.values() for key in settings)}
-    return {d: values for d, values in table.items() if not (layouts_only and d in changing)}
+    table = {dimension: DIMENSIONS.get(dimension, {}) | MORE.get(dimension, {}) for dimension in DIMENSIONS | MORE}
+    return {d: values for d, values in table.items() if not (layouts_only and d in _changing(table))}
+
+
+def _changing(table: Table) -> list[str]:
+    """The dimensions that change the run itself."""
+    return [d for d, values in table.items() if any("." in key for settings in values.values() for key in settings)]

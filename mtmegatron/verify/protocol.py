@@ -171,6 +171,7 @@ def laid_out(config: Config, layout: dict, precision: str) -> Config:
     settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute", *RECOMPUTE)}
     tree["parallel"] = {key: getattr(config.parallel, key) for key in ("bucket_mb", "overlap", "shared_memory")} | settings
     unused = {name: {} for name, used in (("fp8", precision.startswith("fp8-")), ("loss_scale", precision == "fp16")) if not used}
+    tree["optimizer"]["masters"] |= not (precision == "bf16" or precision.startswith("fp8-"))  # other weights are their own, or need them
     tree["train"] |= unused | {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
     return validate(tree, f"layout {describe(layout)}")
 

@@ -96,7 +96,7 @@ class Trials:
             if len(self.references) == KEPT:
                 del self.references[next(iter(self.references))]
             self.references[model] = serial_reference(config, ("fp32", "bf16"))
-        reference, precisions = self.references[model], ("fp64", case.precision)
+        reference, precisions = self.references[model], tuple(dict.fromkeys(("fp64", case.precision)))
         return [c for p in precisions for c in compare(config, case.layout, p, reference, self.pool)]
 
     def run_for(self, minutes: float, seed: int, tell: Callable[[int, Case, list[Check]], None]) -> None:

@@ -62,7 +62,7 @@ def test_words_of_a_case_say_the_same_case(cases):
         *changes, _, layout, _, precisions = shlex.split(case.words)
         assert parse_settings(changes, "") == case.changes
         assert parse_layouts(layout)[0] == (case.layout or {"tensor": 1})
-        assert precisions == f"fp64,{case.precision}"
+        assert precisions.split(",") == sorted({"fp64", case.precision}, reverse=True, key=lambda p: p == "fp64")
 
 
 def test_random_layouts_of_a_given_model_leave_it_as_it_is():
@@ -70,6 +70,30 @@ def test_random_layouts_of_a_given_model_leave_it_as_it_is():
     cases = [space.sample(seed) for seed in range(50)]
     assert not any(case.changes for case in cases)
     assert {case.layout.get("tensor", 1) for case in cases} == {1, 2}
+
+
+def test_random_cases_draw_experts_on_all_kinds_of_ranks_in_fp64():
+    cases = [WIDE.sample(seed) for seed in range(150)]
+    with_experts = [case for case in cases if case.choice["experts"] != "none"]
+    assert {case.choice["expert ranks"] for case in with_experts} == set(WIDE.table["expert ranks"])
+    assert {case.choice["prediction"] for case in with_experts} == {"none", "1"}
+    assert {case.precision for case in with_experts} == {"fp64"}
+    assert {case.precision for case in cases if case not in with_experts} == {"fp32", "bf16"}
+
+
+@pytest.mark.parametrize("moe, drawn", [({"aux_loss": 0.02}, {2}), ({"sequence_loss": 0.02}, {1, 2, 4})])
+def test_micro_batches_that_are_part_of_what_experts_compute_stay_as_they_are(moe, drawn):
+    space = Space(tiny(model={"moe": {"experts": 4} | moe}), wide(layouts_only=True))
+    assert {case.layout.get("micro_batch", 2) for case in map(space.sample, range(40))} <= drawn
+    assert not {"experts", "prediction"} & set(space.table)
+
+
+def test_settings_of_a_section_that_is_not_there_make_it():
+    config = changed(tiny(), {"model.moe.experts": 4, "model.moe.top_k": 1, "model.prediction.depth": 2})
+    assert (config.model.moe.experts, config.model.moe.top_k, config.model.prediction.depth) == (4, 1, 2)
+    for key in ("experts.x", "model.layers.x"):
+        with pytest.raises(UserError, match="there is no section"):
+            changed(tiny(), {key: 1})
 
 
 def test_a_model_that_nothing_fits_is_refused():
@@ -82,10 +106,13 @@ def test_a_model_that_nothing_fits_is_refused():
 # ---- mtm verify --all ----
 
 
-def test_all_runs_a_random_case_of_a_seed():
-    result = mtm("verify", "--all", "--minutes", 0, "--seed", 4)
+@pytest.mark.parametrize("seed, experts", [(6, "none"), (4, "softmax")])
+def test_all_runs_a_random_case_of_a_seed(seed, experts):
+    case = WIDE.sample(seed)
+    assert case.choice["experts"] == experts
+    result = mtm("verify", "--all", "--minutes", 0, "--seed", seed)
     assert result.code == 0, result.out + result.err
-    assert f"pass  seed 4  mtm verify {WIDE.sample(4).words}\n" in result.out
+    assert f"pass  seed {seed}  mtm verify {case.words}\n" in result.out
     assert "1 cases passed, 0 failed" in result.out
 
 

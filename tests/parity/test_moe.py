@@ -1,15 +1,27 @@
 """Experts in every layout compute what one process computes: choices, balance terms, gradients, weights (mtmegatron/verify/protocol.py).
 
 A choice is discrete, so a rounding error may turn it where two scores are nearly equal. In fp64, whose errors are 1e-9 of those of fp32, none of
-these choices is that near to a tie: there every pair of values of the table below is held to rounding. In fp32 some layouts are."""
+these choices is that near to a tie: there every pair of values of the table below is held to rounding. In fp32 some layouts are.
+For bf16 the model is one whose choices stand apart: tokens belong to eight kinds, a kind is most of what a token's vector is, and each router reads
+the kind. A test measures how far from a tie every choice is, and what rounding does to it."""
 
 from functools import cache
 
 import pytest
+import torch
 
 from mtmegatron.config.derived import depends_on_micro_batch
+from mtmegatron.ops import router as routers
+from mtmegatron.train.engine import Engine
+from mtmegatron.verify import protocol
 from mtmegatron.verify.generate import Space, changed
-from mtmegatron.verify.protocol import compare, describe, serial_reference
+from mtmegatron.verify.protocol import (
+    FACTOR,
+    compare,
+    describe,
+    run_layout,
+    serial_reference,
+)
 from tests.tiny import tiny
 
 MIXTRAL = {"experts": 8, "top_k": 2, "ffn": 40, "score_after": True, "aux_loss": 0.02, "z_loss": 1e-3}
@@ -93,3 +105,67 @@ def test_layout_equals_serial_in_fp32(router, layout, pool):
 def test_what_a_micro_batch_defines_is_compared_with_that_micro_batch():
     defined = {router for router in ROUTERS if depends_on_micro_batch(changed(BASE, {"model.moe": ROUTERS[router]}))}
     assert defined == set(ROUTERS) - {"deepseek"}
+
+
+# ---- where choices stand apart: bf16 ----
+
+KINDS, APART = 8, 3.0  # kinds of tokens; the logits of experts are near APART where a kind prefers them, near -APART elsewhere
+SEPARATED = [
+    ("mixtral", {"tensor": 2, "expert": 2}), ("mixtral", {"data": 2, "expert": 2, "zero": 3}), ("mixtral", {"context": 2, "context_kind": "ring"}),
+    ("deepseek", {"pipeline": 2}), ("deepseek", {"context": 2, "expert": 2, "dispatch_parts": 3, "recompute": "full"}),
+    ("deepseek", {"pipeline": 2, "schedule": "zb-v", "data": 2, "expert": 2, "zero": 2}),
+    ("capacity", {"tensor": 2, "expert_tensor": 2}), ("capacity", {"data": 2, "expert": 2, "dispatcher": "allgather", "zero": 1}),
+]  # fmt: skip
+
+
+class Separated(Engine):
+    """An engine whose first weights make choices that stand apart."""
+
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        moe, width = self.config.model.moe, self.config.model.width
+        signs = torch.linalg.qr(torch.randn(width, KINDS, generator=torch.Generator().manual_seed(1)).double()).Q.T * width**0.5
+        with torch.no_grad():
+            for p, name in self.names.items():
+                if name == "embedding.weight":
+                    p += 2 * signs[torch.arange(len(p)) % KINDS].to(p)
+                elif name.endswith("router.weight"):
+                    preferred = [[(kind * moe.top_k // 2 + j) % moe.experts for j in range(moe.top_k)] for kind in range(KINDS)]
+                    wanted = torch.full((KINDS, moe.experts), -APART).scatter_(1, torch.tensor(preferred), APART)
+                    p += (wanted.T.to(p) @ signs.to(p)) / width
+
+
+@cache
+def separated(router: str):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "Engine", Separated)
+        return serial_reference(changed(BASE, {"model.moe": ROUTERS[router]}), ("fp32", "bf16"))
+
+
+def choices(router: str, precision: str, monkeypatch) -> list[tuple[torch.Tensor, int]]:
+    """What the choices of a serial run were made on: the scores of experts or of groups, and how many were taken."""
+    seen, best, state = [], routers._best, separated(router).tensors
+    monkeypatch.setattr(routers, "_best", lambda x, k: seen.append((x.double(), k)) or best(x, k))
+    run_layout(0, 1, changed(BASE, {"model.moe": ROUTERS[router]}), {}, precision, state)
+    monkeypatch.undo()
+    return seen
+
+
+@pytest.mark.parametrize("router", sorted({router for router, _ in SEPARATED}))
+def test_choices_stand_apart_by_more_than_rounding_can_move_them(router, monkeypatch):
+    """What a layout may differ by is FACTOR times what the serial run does; two scores that near to each other may change places."""
+    taken = set()
+    for (exact, k), (rounded, _) in zip(*(choices(router, precision, monkeypatch) for precision in ("fp64", "bf16")), strict=True):
+        kth, next_one = exact.topk(k + 1).values[:, -2:].unbind(1)
+        moved = (exact - rounded).nan_to_num(0.0).abs().max()  # experts of other groups are at -inf in both
+        assert 0 < moved and 2 * FACTOR * moved < (kth - next_one).min()
+        taken |= {tuple(row) for row in exact.topk(k).indices.sort().values.tolist()}
+    assert len(taken) >= 4  # and they are not the same for all
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("router, layout", SEPARATED, ids=name)
+def test_layout_equals_serial_where_choices_stand_apart(router, layout, precision, pool):
+    config = changed(BASE, {"model.moe": ROUTERS[router]})
+    failed = [c for c in compare(config, layout, precision, separated(router), pool) if not c.passed]
+    assert not failed, failed
