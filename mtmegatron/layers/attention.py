@@ -4,8 +4,9 @@ Notable: the only layer that looks at sequences. What it needs to know of them c
 generation the cache of earlier keys and values.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +125,10 @@ class Heads(nn.Module):
         self.dropout, first = model.dropout_attention, build.tensor.rank * self.heads
         self.numbers = range(first, first + self.heads)  # of this rank's heads in the whole
 
+    def _attended(self, function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        """function(*inputs), which backward makes again where "attention" is recomputed."""
+        return recomputed(function, *inputs) if self.again else function(*inputs)
+
     def _core(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
         """All keys are those of the micro-batch itself. Shapes: [T, N, H], [T, K, H], [T, K, Hv] -> [T, N, Hv]."""
         if self.exact:
@@ -163,8 +168,7 @@ class Attention(Heads):
         if where.rotary is not None:
             turned = wide(rope, turned, *where.rotary) if self.exact else rope(turned, *where.rotary)
         query, key = turned.split([self.heads, self.kv_heads], dim=1)
-        attend = recomputed if self.again else _call
-        return self.out(attend(self._attend, query, key, value, where).flatten(1))
+        return self.out(self._attended(self._attend, query, key, value, where).flatten(1))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, where: Where) -> Tensor:
         if where.cache is None:
@@ -176,7 +180,3 @@ class Attention(Heads):
         # one by one: end to end, all keys would have to be copied at every step
         parts = zip(query.split(lengths), documents)
         return torch.cat([attention_cached(q, k, v, [q.shape[0]], [k.shape[0]]) for q, (k, v) in parts])
-
-
-def _call(function, *inputs):
-    return function(*inputs)

@@ -59,8 +59,7 @@ class LatentAttention(Heads):
         if where.cache is not None:
             heads = self._cached(*short, where)
         elif not self.up_again:
-            attend = recomputed if self.again else _call
-            heads = attend(self._core, *self._up(*short, where), where)
+            heads = self._attended(self._core, *self._up(*short, where), where)
         elif self.again or self.mesh["ulysses"].size > 1:  # where heads are exchanged, attention keeps other tensors than these
             heads = recomputed(self._attend, *short, where)
         else:
@@ -121,10 +120,6 @@ class LatentAttention(Heads):
             for q, kept in zip(absorbed.split(lengths), documents)
         ]
         return torch.einsum("tnr,nhr->tnh", torch.cat(seen), to_value).to(query.dtype)
-
-
-def _call(function, *inputs):
-    return function(*inputs)
 
 
 def _remade(function: Callable[..., Tensor], make: Callable[[], tuple[Tensor, ...]]) -> Tensor:
