@@ -2,7 +2,7 @@
 
     python -m benchmarks.optim [--rounds 9] [--width 512]
 
-Medians of one thread in one run and their ratio (above 1: ours is faster). With bf16 weights torch's side has the fp32 masters and the two copies
+Ours as torch's fused kernel and as one compiled pass (`optimizer.compiled`). Medians of one thread in one run and their ratio (above 1: ours is faster). With bf16 weights torch's side has the fp32 masters and the two copies
 between them and the weights that such a loop needs, as ours has. `clipped`: the norm is above the limit, so gradients are scaled.
 """
 
@@ -17,14 +17,15 @@ from mtmegatron.config.constraints import check
 from mtmegatron.config.derived import layout_of
 from mtmegatron.config.load import validate
 from mtmegatron.mesh import Mesh
+from mtmegatron.optim.elementwise import ELEMENTWISE
 from mtmegatron.train.engine import Engine
 
 
-def engine_of(width: int, precision: str, kind: str) -> Engine:
+def engine_of(width: int, precision: str, kind: str, compiled: bool = False) -> Engine:
     """A model of 6 layers, with random gradients."""
     tree = {
         "model": {"layers": 6, "width": width, "heads": 8, "ffn": 3 * width, "vocab": 8192},
-        "data": {"sequence": 256}, "train": {"global_batch": 1, "precision": precision}, "optimizer": {"kind": kind},
+        "data": {"sequence": 256}, "train": {"global_batch": 1, "precision": precision}, "optimizer": {"kind": kind, "compiled": compiled},
     }  # fmt: skip
     config = check(validate(tree, "benchmark"), 1)
     engine = Engine(config, Mesh(layout_of(config)))
@@ -72,18 +73,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for precision in ("fp32", "bf16"):
-        engine = engine_of(options.width, precision, "adamw")
+        engine, compiled = (engine_of(options.width, precision, "adamw", way) for way in (False, True))
+        count = sum(p.numel() for p in engine.names) / 1e6
         for clipped in (False, True):
-            steps = ours(engine, clipped), torchs(engine, clipped)
+            steps = ours(engine, clipped), ours(compiled, clipped), torchs(engine, clipped)
             with torch.no_grad():
                 times = [[seconds(step) for step in steps] for _ in range(options.rounds)][1:]
-            mine, theirs = (statistics.median(column) for column in zip(*times))
-            count = sum(p.numel() for p in engine.names) / 1e6
-            print(f"adamw {precision}{' clipped' if clipped else ''}: {count:.0f} M parameters, ours {mine * 1e3:.0f} ms, torch {theirs * 1e3:.0f} ms, ratio {theirs / mine:.2f}")
+            *mine, theirs = (statistics.median(column) for column in zip(*times))
+            told = ", ".join(f"{way} {time * 1e3:.1f} ms (ratio {theirs / time:.2f})" for way, time in zip(("fused", "compiled"), mine))
+            print(f"adamw {precision}{' clipped' if clipped else ''}: {count:.0f} M parameters, torch {theirs * 1e3:.1f} ms, ours {told}")
     for kind in ("adam", "sgd", "lion", "lamb", "muon"):
-        step = ours(engine_of(options.width, "fp32", kind), True)
+        ways = [ours(engine_of(options.width, "fp32", kind, way), True) for way in ((False, True) if kind in ELEMENTWISE else (False,))]
         with torch.no_grad():
-            print(f"{kind} fp32 clipped: ours {statistics.median(seconds(step) for _ in range(3)) * 1e3:.0f} ms")
+            times = [statistics.median([seconds(step) for _ in range(5)][1:]) for step in ways]
+        print(f"{kind} fp32 clipped: ours {', compiled '.join(f'{time * 1e3:.0f} ms' for time in times)}")
 
 
 if __name__ == "__main__":

@@ -254,6 +254,8 @@ def _storage(config: Config, resolved: Config, world: int) -> Iterator[str]:
     others = sorted(kinds & {"muon", "lamb", *WARM_UP})
     if given and others:
         yield f"`optimizer.{given[0]}` with `optimizer.kind: {others[0]}`, which updates whole parameters in fp32: use adamw, adam, lion or sgd, or leave it out"
+    if o.compiled and (others or given):
+        yield f"`optimizer.compiled: true` with `optimizer.{given[0] if given else f'kind: {others[0]}'}`, which is not a rule for single elements in fp32: remove one of them"
     kept = kinds != {"sgd"} or o.momentum != 0
     yield from _idle("optimizer", o, {
         "moments": (kept, "an optimizer that has some"), "masters": (precision == "bf16" or precision.startswith("fp8-"), "weights in bf16"),
@@ -349,7 +351,7 @@ def _canonical(config: Config, resolved: Config, world: int) -> Iterator[str]:
         f"parallel.context_kind: {p.context_kind}": p.context_kind not in (None, "allgather"),
         "model.dropout_attention": m.dropout_attention > 0, "model.moe": m.moe is not None, "model.latent": m.latent is not None,
         "model.prediction": m.prediction is not None,
-        "optimizer.moments: bf16": config.optimizer.moments == "bf16", "optimizer.masters: false": not config.optimizer.masters,
+        "optimizer.compiled: true": config.optimizer.compiled, "optimizer.moments: bf16": config.optimizer.moments == "bf16", "optimizer.masters: false": not config.optimizer.masters,
         "optimizer.kind: lamb, muon or of one bit": bool({"lamb", "muon", *WARM_UP} & optimizers(config.optimizer)),
     }  # fmt: skip
     for name, used in refused.items():

@@ -156,6 +156,8 @@ class OptimizerConfig(Section):
     """What moments are kept in between updates, which compute in fp32; bf16 rounds at random, in the same way in every layout."""
     masters: bool = True
     """Whether bf16 weights have fp32 masters; without them an update is rounded at random into the weights themselves."""
+    compiled: bool = False
+    """Clip, update and rounding in one pass over memory that torch.compile makes, some seconds at the start; on a CPU it needs a C++ compiler."""
     ema: Retained | None = None
     """Decay of an exponential moving average of the weights, kept in fp32 and in checkpoints; default: none."""
 

@@ -25,6 +25,21 @@ class Numbers:
     single: bool = False
     clip: float = 1.0
 
+    @property
+    def decays(self) -> bool:
+        """Whether there is a decay."""
+        return self.decay != 0
+
+    @property
+    def first(self) -> float:
+        """1 - beta1^count, without which the first moment is biased to zero."""
+        return 1 - self.config.beta1**self.count
+
+    @property
+    def second(self) -> float:
+        """sqrt(1 - beta2^count), the same of the root of the second."""
+        return math.sqrt(1 - self.config.beta2**self.count)
+
     def fuses(self, kind: str) -> bool:
         """Whether the update of a kind is one function of torch's, which scales the gradient itself."""
         return kind in ("adamw", "adam") and not self.single
@@ -60,7 +75,7 @@ def lion(n: Numbers, w: Tensor, g: Tensor, m: Tensor) -> None:
 
 def coupled(n: Numbers, w: Tensor, g: Tensor) -> Tensor:
     """g + decay w."""
-    return g + w * n.decay if n.decay else g
+    return g + w * n.decay if n.decays else g
 
 
 def ahead(n: Numbers, g: Tensor, m: Tensor | None) -> Tensor:
@@ -83,11 +98,11 @@ def direction(n: Numbers, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
     c = n.config
     m.mul_(c.beta1).add_(g * (1 - c.beta1))
     v.mul_(c.beta2).add_(g.square() * (1 - c.beta2))
-    return m / v.sqrt().div_(math.sqrt(1 - c.beta2**n.count)).add_(c.eps)
+    return m / v.sqrt().mul_(1 / n.second).add_(c.eps)
 
 
 def _adam_step(n: Numbers, w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-    w.sub_(direction(n, g, m, v) * (n.lr / (1 - n.config.beta1**n.count)))
+    w.sub_(direction(n, g, m, v) * (n.lr / n.first))
 
 
 def _fused(kernel, n: Numbers, w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:

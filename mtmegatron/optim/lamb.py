@@ -37,7 +37,7 @@ class Lamb:
 
     def _step(self, state: State, numbers: Numbers, clip_factor: float) -> Tensor:
         """u, of all elements."""
-        u = direction(numbers, state.gradients * clip_factor, *state.moments.values()).div_(1 - numbers.config.beta1**numbers.count)
+        u = direction(numbers, state.gradients * clip_factor, *state.moments.values()).div_(numbers.first)
         for own, run in state.runs(numbers):
             u[own].add_(state.master[own] * run.decay)
         return u

@@ -18,6 +18,7 @@ from torch import Tensor
 from mtmegatron.config.constraints import WARM_UP
 from mtmegatron.config.derived import optimizers
 from mtmegatron.config.schema import OptimizerConfig
+from mtmegatron.optim.compiled import Compiled
 from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, moments_of
 from mtmegatron.optim.groups import Setting, setting_of
 from mtmegatron.optim.lamb import Lamb
@@ -48,6 +49,7 @@ class Optimizer:
     def __init__(self, config: OptimizerConfig, buckets: Buckets, types: Types, names: Callable[[], Iterable[str]], seed: int = 0):
         self.config, self.buckets, self.types = config, buckets, types
         self.updates, self.piece = 0, PIECE
+        self.compiled = Compiled(config, optimizers(config) - {"frozen"}, types.master, buckets.mesh.device) if config.compiled else None
         self.narrow = Narrow(seed, buckets.mesh, types.master)
         self.onebit = None
         if config.kind in WARM_UP:
@@ -136,6 +138,8 @@ class Optimizer:
         rule, fused = ELEMENTWISE[kind], numbers.fuses(kind)
         if self.narrow.holds(state):
             return self.narrow.update(rule, state, numbers, clip_factor, self._after)
+        if self.compiled:
+            return self.compiled.update(state, numbers, clip_factor)
         one_pass = fused and state.values is state.master and not state.ema
         in_pieces = state.master.device.type == "cpu" and not one_pass
         for own, run in state.runs(replace(numbers, clip=clip_factor) if fused else numbers):

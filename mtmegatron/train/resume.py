@@ -20,7 +20,8 @@ from mtmegatron.errors import UserError
 from mtmegatron.train.engine import Engine
 
 FREE = ("device", "parallel.", "recompute.", "log.", "checkpoint.", "data.cache", "data.train", "data.valid", "data.tokenizer", "train.folder", "train.resume",
-        "train.accept_changes", "train.eval_", "train.max_skipped", "train.timeline", "train.timeout", "train.micro_batch")  # fmt: skip
+        "train.accept_changes", "train.eval_", "train.max_skipped", "train.timeline", "train.timeout", "train.micro_batch",
+        "optimizer.compiled")  # fmt: skip
 
 NO_CHECKPOINT, ALL_DAMAGED = -1, -2  # in place of a step, when the first rank tells the others
 

@@ -255,6 +255,7 @@ RULES = [
     ({"train": {"precision": "fp8-mxfp8", "fp8": {"high_precision": ["layers.7.*"]}}}, 1, "`train.fp8.high_precision: layers.7.*` matches no"),
     ({"model": {"layers": 2}, "train": {"precision": "fp8-mxfp8"}}, 1, "leaves no linear layer in fp8 (`model.layers: 2`)"),
     ({"train": {"precision": "fp16", "loss_scale": {"initial": 1, "minimum": 2}}}, 1, "`train.loss_scale.initial: 1` is below"),
+    ({"optimizer": {"kind": "lamb", "compiled": True}}, 1, "`optimizer.compiled: true` with `optimizer.kind: lamb`"),
     ({"optimizer": {"kind": "muon", "moments": "bf16"}}, 1, "`optimizer.moments: bf16` with `optimizer.kind: muon`"),
     ({"train": {"blocks": 2}}, 1, "`train.blocks: 2` has no effect"),
     ({"train": {"numerics": "canonical", "blocks": 2}, "parallel": {"tensor": 4}, "model": {"kv_heads": 4}}, 4, "which `parallel.tensor: 4` does not divide"),
