@@ -40,7 +40,7 @@ def linear(device: Device, size: int, recipe: str | None) -> tuple[float, float]
     """TFLOP/s of forward, and of forward and backward, of [size, size] x [size, size] with quantisation in it."""
     mesh = Mesh(Layout(), 0, device.torch_device)
     with torch.device(device.torch_device):
-        layer = Linear(size, size, Build(mesh, torch.bfloat16, Gemm(True)), split=None, bias=False, std=0.02)
+        layer = Linear(size, size, Build(mesh, torch.bfloat16, Gemm(True, device.mixed_products)), split=None, bias=False, std=0.02)
     torch.nn.init.normal_(layer.weight, std=0.02)
     if recipe:
         layer.multiply_in_fp8(Fp8(RECIPES[recipe], "e4m3", mesh.layout, 0, device.native_fp8))

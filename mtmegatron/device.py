@@ -37,11 +37,12 @@ class _Kind:
     float64: bool
     bf16_from: tuple[int, int] | None
     fp8_from: tuple[int, int] | None
+    mixed_products: bool = False
 
 
 _KINDS = {
     "cpu": _Kind("gloo", zero_size_all_to_all=True, ordered_sum=True, float64=True, bf16_from=None, fp8_from=None),
-    "cuda": _Kind("nccl", True, ordered_sum=False, float64=True, bf16_from=(8, 0), fp8_from=(8, 9)),
+    "cuda": _Kind("nccl", True, ordered_sum=False, float64=True, bf16_from=(8, 0), fp8_from=(8, 9), mixed_products=True),
     # Its all-to-all with an empty side was known to hang between nodes; float64 is emulated and slow.
     "musa": _Kind("mccl", False, ordered_sum=False, float64=False, bf16_from=(2, 2), fp8_from=(3, 1)),
 }
@@ -116,6 +117,11 @@ class Device:
     def native_bf16_matmul(self) -> bool:
         """Whether a bfloat16 matrix product is at least as fast as a float32 one."""
         return _cpu_bf16_units() if self.type == "cpu" else self._capability_from(self._kind.bf16_from)
+
+    @property
+    def mixed_products(self) -> bool:
+        """Whether torch multiplies 16-bit numbers into a float32 result here, without rounding it in between."""
+        return self._kind.mixed_products and self.native_bf16_matmul
 
     @property
     def native_fp8(self) -> bool:

@@ -14,9 +14,10 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Gemm:
-    """Products on weights of shape [out, in]. `native`: the device multiplies the compute type itself."""
+    """Products on weights of shape [out, in]. `native`: the device multiplies the compute type itself; `mixed`: and gives the result in fp32."""
 
     native: bool = True
+    mixed: bool = False
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Y = X Wᵀ + b. Shapes: x [T, in], weight [out, in] -> [T, out]."""
@@ -33,6 +34,9 @@ class Gemm:
 
     def weight_gradient(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
         """total += dYᵀ X, in the type of total."""
+        if self.mixed and dy.dtype == x.dtype and x.dtype in SIXTEEN_BITS and total.dtype == torch.float32:
+            total.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
+            return
         total.addmm_(dy.to(total.dtype).t(), x.to(total.dtype))
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:

@@ -84,8 +84,8 @@ class Engine:
         again = frozenset(config.recompute.parts if config.recompute.mode == "selective" else ())
         self.offload = Offload(self.device) if config.recompute.offload else None
         self.build = Build(
-            mesh, self.types.compute, Gemm(self._native), context_kind=p.context_kind, recompute=again, offload=self.offload, exact=self.exact,
-            loss_scale=self.loss_scale,
+            mesh, self.types.compute, Gemm(self._native, self.device.mixed_products), context_kind=p.context_kind, recompute=again,
+            offload=self.offload, exact=self.exact, loss_scale=self.loss_scale,
         )  # fmt: skip
         self.chunks = build_chunks(config, self.build)
         self.fp8 = self._use_fp8()
