@@ -1,9 +1,10 @@
 """Bytes on the wire and time of the one-bit mean, beside the all-reduce that it replaces.
 
-    python -m benchmarks.compress [--ranks 4] [--elements 1048576] [--turns 5]
+    python -m benchmarks.compress [--ranks 4] [--elements 1048576] [--turns 5] [--updates 20000] [--freeze 4000]
 
 Prints for one flat buffer of fp32 numbers the bytes that a rank sends in an all-reduce of fp32 and of bf16 (two phases, (n - 1) / n of the buffer
-each) and in the compressed mean, scales included; then milliseconds, medians over turns in the same processes: both collectives, and what of the
+each) and in the compressed mean, scales included; of a run of so many updates the share of them that send something, and the bytes of an update
+in the mean over all stages, without ZeRO; then milliseconds, medians over turns in the same processes: both collectives, and what of the
 mean is compression (the same work with nobody at the other end).
 """
 
@@ -15,8 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mtmegatron.config.schema import OneBitConfig
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Axis, Mesh
+from mtmegatron.optim.zeroone import synchronises, variance_updates
 from mtmegatron.parallel.compress import CompressedMean
 from mtmegatron.verify.pool import Pool
 
@@ -54,11 +57,22 @@ def measure(rank: int, world: int, elements: int, turns: int) -> tuple[int, dict
     return counted.sent // (turns + 1), {name: statistics.median(found) for name, found in times.items()}
 
 
+def stages(kind: str, updates: int, onebit: OneBitConfig) -> tuple[int, int]:
+    """(updates with an all-reduce, with a compressed mean) of a run."""
+    if kind != "zeroone-adam":
+        whole = onebit.freeze if kind == "onebit-adam" else updates
+        return whole, updates - whole
+    whole = variance_updates(updates, onebit.variance_interval, onebit.freeze)
+    return whole, sum(synchronises(count, onebit) for count in range(1, updates + 1)) - whole
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--elements", type=int, default=1 << 20)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--updates", type=int, default=20000)
+    parser.add_argument("--freeze", type=int, default=4000)
     options = parser.parse_args()
     with Pool(options.ranks) as pool:
         ranks = pool.run(measure, options.ranks, options.elements, options.turns)
@@ -66,6 +80,13 @@ def main() -> None:
     for name, size in (("fp32", 4), ("bf16", 2)):
         plain = 2 * size * options.elements * (options.ranks - 1) // options.ranks
         print(f"all-reduce of {name}: {plain:>12} bytes from each rank, {plain / sent:.1f} times those of the compressed mean, {sent}")
+    all_reduce = 8 * options.elements * (options.ranks - 1) // options.ranks
+    onebit = OneBitConfig(freeze=options.freeze, local_interval=max((options.updates - options.freeze) // 8, 1))
+    for kind in ("adamw", "onebit-adam", "zeroone-adam"):
+        whole, signs = stages(kind, options.updates, onebit)
+        mean = (whole * all_reduce + signs * sent) / options.updates
+        share = (whole + signs) / options.updates
+        print(f"{kind:>12}: {share:7.1%} of updates send, {mean:12.0f} bytes in the mean, {all_reduce / mean:5.1f} times fewer")
     for name in ranks[0][1]:
         print(f"{name:>16}: {max(times[name] for _, times in ranks):8.2f} ms")
 

@@ -21,11 +21,11 @@ from mtmegatron.optim.elementwise import ELEMENTWISE
 from mtmegatron.train.engine import Engine
 
 
-def engine_of(width: int, precision: str, kind: str, compiled: bool = False) -> Engine:
+def engine_of(width: int, precision: str, **optimizer: object) -> Engine:
     """A model of 6 layers, with random gradients."""
     tree = {
         "model": {"layers": 6, "width": width, "heads": 8, "ffn": 3 * width, "vocab": 8192},
-        "data": {"sequence": 256}, "train": {"global_batch": 1, "precision": precision}, "optimizer": {"kind": kind, "compiled": compiled},
+        "data": {"sequence": 256}, "train": {"global_batch": 1, "precision": precision}, "optimizer": optimizer,
     }  # fmt: skip
     config = check(validate(tree, "benchmark"), 1)
     engine = Engine(config, Mesh(layout_of(config)))
@@ -73,7 +73,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for precision in ("fp32", "bf16"):
-        engine, compiled = (engine_of(options.width, precision, "adamw", way) for way in (False, True))
+        engine, compiled = (engine_of(options.width, precision, compiled=way) for way in (False, True))
         count = sum(p.numel() for p in engine.names) / 1e6
         for clipped in (False, True):
             steps = ours(engine, clipped), ours(compiled, clipped), torchs(engine, clipped)
@@ -83,10 +83,14 @@ def main() -> None:
             told = ", ".join(f"{way} {time * 1e3:.1f} ms (ratio {theirs / time:.2f})" for way, time in zip(("fused", "compiled"), mine))
             print(f"adamw {precision}{' clipped' if clipped else ''}: {count:.0f} M parameters, torch {theirs * 1e3:.1f} ms, ours {told}")
     for kind in ("adam", "sgd", "lion", "lamb", "muon"):
-        ways = [ours(engine_of(options.width, "fp32", kind, way), True) for way in ((False, True) if kind in ELEMENTWISE else (False,))]
+        ways = [ours(engine_of(options.width, "fp32", kind=kind, compiled=way), True) for way in ((False, True) if kind in ELEMENTWISE else (False,))]
         with torch.no_grad():
             times = [statistics.median([seconds(step) for _ in range(5)][1:]) for step in ways]
         print(f"{kind} fp32 clipped: ours {', compiled '.join(f'{time * 1e3:.0f} ms' for time in times)}")
+    for narrow in ({"moments": "bf16"}, {"moments": "fp8"}, {"moments": "fp8", "masters": False}):
+        step = ours(engine_of(options.width, "bf16", **narrow), True)
+        with torch.no_grad():
+            print(f"adamw bf16 {narrow} clipped: ours {statistics.median(seconds(step) for _ in range(3)) * 1e3:.0f} ms")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Training quality and speed of each precision on a CPU: the quickstart's model and corpus, the same samples, in one process.
 
-    python -m benchmarks.precision [--steps 300] [--only bf16,fp8-rowwise]    losses, docs/precision.png; needs the corpus of `mtm quickstart`
-    python -m benchmarks.precision --speed [--rounds 5] [--only fp32,bf16]    time of a step, in turns in one run: as a ratio to fp32, and to plain
-                                                                              PyTorch (`plain.py`) in fp32 and under torch.autocast in bf16
+    python -m benchmarks.precision [--model dense] [--seed 1234] [--steps 300] [--only bf16,fp8-rowwise]
+        losses of the quickstart's model, or of the same with experts (`--model moe`), docs/precision.png; needs the corpus of `mtm quickstart`
+    python -m benchmarks.precision --speed [--rounds 5] [--only fp32,bf16]
+        time of a step, in turns in one run: as a ratio to fp32, and to plain PyTorch (`plain.py`) in fp32 and under torch.autocast in bf16
 
-Curves are kept in runs/precision, so that recipes can be trained one after the other.
+Curves are kept in runs/precision, so that recipes can be trained one after the other. A seed is other first weights and another order of samples: two
+runs of one precision that differ in a millionth part of their first weights end some tenths of a percent apart, so one run of each says little.
 """
 
 import argparse
@@ -33,6 +35,8 @@ FOLDER, PICTURE = Path("runs/precision"), Path("docs/precision.png")
 EVALUATED = 16  # batches
 # every block in fp8: a model of four has no middle to speak of
 OVERRIDES = ("parallel.tensor=1", "parallel.pipeline=1", "data.sequence=128", "train.micro_batch=8", "optimizer.lr=3e-3")
+# each token takes as wide a feed-forward layer as in the dense model
+MODELS = {"dense": (), "moe": ("model.moe.experts=8", "model.moe.top_k=2", "model.moe.ffn=192", "model.moe.aux_loss=0.01")}
 
 
 def settings(precision: str, *more: str) -> Config:
@@ -44,9 +48,9 @@ def engine_of(config: Config) -> Engine:
     return Engine(config, Mesh(layout_of(config)), choose_device("cpu").native_bf16_matmul)
 
 
-def train(precision: str, steps: int) -> dict:
+def train(model: str, precision: str, seed: int, steps: int) -> dict:
     """Loss of each step, and at the end that of held-out files."""
-    config = check(with_vocabulary(settings(precision, f"train.steps={steps}")), 1)
+    config = check(with_vocabulary(settings(precision, f"train.steps={steps}", f"train.seed={seed}", *MODELS[model])), 1)
     corpus, engine, losses = open_corpus(config), engine_of(config), []
     for step in range(steps):
         result = engine.step(micro_batches(config, corpus.train, engine.mesh, step), step)
@@ -55,30 +59,49 @@ def train(precision: str, steps: int) -> dict:
     return {"losses": losses, "valid": sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)}
 
 
-def report(curves: dict[str, dict]) -> None:
-    base = curves["fp32"]
-    print(f"{'precision':<16} {'last 50 steps':>13} {'of fp32':>8} {'held out':>9} {'of fp32':>8}")
-    for name, curve in curves.items():
-        last, first = (statistics.mean(c["losses"][-50:]) for c in (curve, base))
-        held_out = curve["valid"]
-        print(f"{name:<16} {last:>13.4f} {last / first - 1:>+8.2%} {held_out:>9.4f} {held_out / base['valid'] - 1:>+8.2%}", flush=True)
+def path_of(model: str, precision: str, seed: str | int) -> Path:
+    return FOLDER / f"{model}-{precision}-{seed}.json"
 
 
-def draw(curves: dict[str, dict]) -> None:
-    """The losses, and what each differs from fp32 by, both as means over 10 steps."""
+def kept(model: str) -> dict[str, list[tuple[dict, dict]]]:
+    """By precision, the curve of each seed beside that of the same seed in fp32."""
+    found = {}
+    for name in PRECISIONS:
+        seeds = [path.stem.rsplit("-", 1)[1] for path in sorted(FOLDER.glob(f"{model}-{name}-*.json"))]
+        pairs = [[path_of(model, which, seed) for which in (name, "fp32")] for seed in seeds]
+        found[name] = [(json.loads(mine.read_text()), json.loads(base.read_text())) for mine, base in pairs if base.exists()]
+    return {name: pairs for name, pairs in found.items() if pairs}
+
+
+def report(model: str, curves: dict[str, list[tuple[dict, dict]]]) -> None:
+    """Loss of the last 50 steps and of held-out files: means over seeds, and by how much their mean and each of them differs from fp32."""
+    for what, value in (("last 50 steps", lambda curve: statistics.mean(curve["losses"][-50:])), ("held out", lambda curve: curve["valid"])):
+        print(f"{model}, {what}")
+        for name, pairs in curves.items():
+            ratios = [value(mine) / value(base) - 1 for mine, base in pairs]
+            own, others = statistics.mean(value(mine) for mine, _ in pairs), " ".join(f"{ratio:+.2%}" for ratio in ratios)
+            print(f"  {name:<16} {own:.4f}, of fp32 {statistics.mean(ratios):+.2%}: {others}", flush=True)
+
+
+def draw(models: dict[str, dict[str, list[tuple[dict, dict]]]]) -> None:
+    """A column for each model: the losses, and what each differs from fp32 by, both as means over 10 steps and over seeds."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (above, below) = pyplot.subplots(2, 1, figsize=(8, 7), sharex=True, layout="constrained")
-    smooth = {name: torch.tensor(curve["losses"]).unfold(0, 10, 1).mean(-1) for name, curve in curves.items()}
-    for name, curve in smooth.items():
-        above.plot(curve, label=name, linewidth=1)
-        below.plot(100 * (curve / smooth["fp32"] - 1), linewidth=1)
-    above.set_ylabel("loss")
-    above.legend()
-    below.set(xlabel="step", ylabel="difference to fp32 (%)", ylim=(-1.5, 1.5))
+    figure, axes = pyplot.subplots(2, len(models), figsize=(7 * len(models), 7), sharex=True, sharey="row", squeeze=False, layout="constrained")
+    for (model, curves), (above, below) in zip(models.items(), axes.T):
+        for name, pairs in curves.items():
+            smooth = torch.tensor([[curve["losses"] for curve in pair] for pair in pairs]).unfold(-1, 10, 1).mean(-1)  # [seeds, 2, steps]
+            colour = f"C{PRECISIONS.index(name)}"
+            above.plot(smooth[:, 0].mean(0), colour, label=name, linewidth=1)
+            below.plot(100 * (smooth[:, 0] / smooth[:, 1] - 1).mean(0), colour, linewidth=1)
+        above.set(title=f"{model}, seeds: {len(curves['fp32'])}")
+        above.legend()
+        below.set(xlabel="step", ylim=(-1.5, 1.5))
+    axes[0, 0].set_ylabel("loss")
+    axes[1, 0].set_ylabel("difference to fp32 (%)")
     figure.savefig(PICTURE, dpi=80)
 
 
@@ -128,6 +151,8 @@ def speed(rounds: int, names: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="dense")
+    parser.add_argument("--seed", type=int, default=1234)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default=",".join(PRECISIONS))
     parser.add_argument("--speed", action="store_true")
@@ -139,11 +164,13 @@ def main() -> None:
         return speed(options.rounds, names)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for name in names:
-        (FOLDER / f"{name}.json").write_text(json.dumps(train(name, options.steps)))
-    curves = {name: json.loads(path.read_text()) for name in PRECISIONS if (path := FOLDER / f"{name}.json").exists()}
-    if "fp32" in curves:
-        report(curves)
-        draw(curves)
+        curve = train(options.model, name, options.seed, options.steps)
+        path_of(options.model, name, options.seed).write_text(json.dumps(curve))
+    models = {model: curves for model in MODELS if (curves := kept(model))}
+    for model, curves in models.items():
+        report(model, curves)
+    if models:
+        draw(models)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ class _Kind:
     backend: str
     zero_size_all_to_all: bool
     ordered_sum: bool
+    narrow_sum: bool
     float64: bool
     bf16_from: tuple[int, int] | None
     fp8_from: tuple[int, int] | None
@@ -41,10 +42,10 @@ class _Kind:
 
 
 _KINDS = {
-    "cpu": _Kind("gloo", zero_size_all_to_all=True, ordered_sum=True, float64=True, bf16_from=None, fp8_from=None),
-    "cuda": _Kind("nccl", True, ordered_sum=False, float64=True, bf16_from=(8, 0), fp8_from=(8, 9), mixed_products=True),
-    # Its all-to-all with an empty side was known to hang between nodes; float64 is emulated and slow.
-    "musa": _Kind("mccl", False, ordered_sum=False, float64=False, bf16_from=(2, 2), fp8_from=(3, 1)),
+    "cpu": _Kind("gloo", zero_size_all_to_all=True, ordered_sum=True, narrow_sum=False, float64=True, bf16_from=None, fp8_from=None),
+    "cuda": _Kind("nccl", True, ordered_sum=False, narrow_sum=False, float64=True, bf16_from=(8, 0), fp8_from=(8, 9), mixed_products=True),
+    # Its all-to-all with an empty side was known to hang between nodes, its sums of bf16 to cost quality; float64 is emulated and slow.
+    "musa": _Kind("mccl", False, ordered_sum=False, narrow_sum=True, float64=False, bf16_from=(2, 2), fp8_from=(3, 1)),
 }
 
 _ACCELERATORS = ("musa", "cuda")  # in the order in which "auto" looks for them
@@ -107,6 +108,11 @@ class Device:
     def ordered_sum(self) -> bool:
         """True: make a reduce-scatter of an all-to-all and a sum in rank order (exact, and faster than Gloo's own)."""
         return self._kind.ordered_sum
+
+    @property
+    def narrow_sum(self) -> bool:
+        """True: the library adds 16-bit floats in 16 bits, so the mesh adds them itself."""
+        return self._kind.narrow_sum
 
     @property
     def float64(self) -> bool:

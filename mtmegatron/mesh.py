@@ -4,6 +4,7 @@ Notable:
 - an axis of size 1 has no group and its collectives return their input: serial code is parallel code with sizes 1;
 - where the backend leaves the order of a sum open (Gloo), a reduce-scatter is an all-to-all and a sum in rank order, in fp32 for 16-bit
   inputs: deterministic, independent of how tensors are packed into buckets, and faster than Gloo's own;
+- so are the sums of 16-bit floats where the library adds them in 16 bits: 16 bits travel, and are added in fp32;
 - ranks of one host on a CPU exchange through shared memory (`shared_memory.py`, `shared_messages.py`), with the bits that Gloo's way gives;
 - all groups are made at once, in one order on all ranks, by their members alone;
 - `Mesh(layout, rank)` without processes serves to build and describe any rank of any layout alone.
@@ -57,10 +58,10 @@ class Axis:
 
     def __init__(
         self, name: str, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, ordered_sum: bool, channel: Channel | None = None,
-        lines: dict[int, Line] | None = None,
+        lines: dict[int, Line] | None = None, narrow_sum: bool = False,
     ):  # fmt: skip
         self.name, self.ranks, self.rank, self.size = name, ranks, rank, len(ranks)
-        self.group, self._ordered, self._channel, self._lines = group, ordered_sum, channel, lines or {}
+        self.group, self._ordered, self._narrow, self._channel, self._lines = group, ordered_sum, narrow_sum, channel, lines or {}
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum, max or min over the axis, in place; the same bits on every rank."""
@@ -69,7 +70,7 @@ class Axis:
         assert x.is_contiguous(), "an all-reduce of a view would be lost"
         if self._folds(x) and (op != "sum" or not x.is_floating_point() or self._whole(x)):
             return self._shared_all_reduce(x, op, later=False).wait()
-        if op != "sum" or not self._ordered or not x.is_floating_point():
+        if op != "sum" or not self._orders(x) or not x.is_floating_point():
             dist.all_reduce(x, OPERATIONS[op], group=self.group)
             return x
         if self._whole(x):
@@ -115,7 +116,7 @@ class Axis:
         if self.size == 1:
             return Pending(None, lambda: x)
         assert x.is_contiguous(), "an all-reduce of a view would be lost"
-        if not self._ordered:
+        if not self._orders(x):
             return Pending(dist.all_reduce(x, group=self.group, async_op=True), lambda: x)
         if self._folds(x) and self._whole(x):
             return self._shared_all_reduce(x, "sum", later=True)
@@ -149,12 +150,16 @@ class Axis:
         if self._folds(x):
             result = x.new_empty(x.shape[0] // self.size, *x.shape[1:]) if out is None else out
             return self._exchange("reduce-scatter", sent.view(self.size, -1), result.view(-1), result, later, "sum")
-        if not self._ordered:
+        if not self._orders(sent):
             result = sent.new_empty(x.shape[0] // self.size, *x.shape[1:])
             return Pending(_reduce_scatter(result, sent, group=self.group, async_op=True), lambda: into(result.to(x.dtype)))
         parts = torch.empty_like(sent)
         work = dist.all_to_all_single(parts, sent, group=self.group, async_op=True)
         return Pending(work, lambda: into(_ordered_sum(parts.view(self.size, -1), x.dtype).view(-1, *x.shape[1:])))
+
+    def _orders(self, x: torch.Tensor) -> bool:
+        """Whether a sum is made here, in rank order, and not by the library."""
+        return self._ordered or self._narrow and x.dtype in (torch.bfloat16, torch.float16)
 
     def _whole(self, x: torch.Tensor) -> bool:
         """Whether each rank makes the whole sum, rather than its part of it: where that is little, or as little."""
@@ -245,7 +250,7 @@ class Mesh:
 
     def __init__(
         self, layout: Layout, rank: int = 0, device: torch.device | str = "cpu", *, ordered_sum: bool = True, connect: bool = False,
-        axis: Callable[..., Axis] = Axis, shared: bool = True,
+        axis: Callable[..., Axis] = Axis, shared: bool = True, narrow_sum: bool = False,
     ):  # fmt: skip
         assert not connect or dist.get_world_size() == layout.world, f"{layout} is not for {dist.get_world_size()} processes"
         self.layout, self.rank, self.device = layout, rank, torch.device(device)
@@ -262,7 +267,7 @@ class Mesh:
         for names, ranks in members.items():
             more = {"channel": channels[ranks]} if ranks in channels else {}
             more |= {"lines": lines} if names == ("pipeline",) and lines else {}
-            self._axes[names] = axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum, **more)
+            self._axes[names] = axis("x".join(names), ranks, ranks.index(rank), made[ranks], ordered_sum, narrow_sum=narrow_sum, **more)
 
     def _present(self, names: tuple[str, ...]) -> bool:
         """`ends` exists on the first and the last stage alone, the groups of experts where the model has some."""

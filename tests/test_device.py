@@ -27,7 +27,7 @@ def test_cpu_by_name_and_its_strings() -> None:
     device = choose_device("cpu", local_rank=3)
     assert device == CPU and device.torch_device == torch.device("cpu")
     assert (device.backend, device.collective_backend_string) == ("gloo", "gloo")
-    assert device.zero_size_all_to_all and device.ordered_sum and device.float64 and not device.native_fp8
+    assert device.zero_size_all_to_all and device.ordered_sum and device.float64 and not (device.native_fp8 or device.narrow_sum)
 
 
 def test_cpu_has_no_streams_and_a_context_that_does_nothing() -> None:
@@ -221,7 +221,7 @@ stop_group()
 print(json.dumps({
     "device": [device.type, device.index, str(device.torch_device), device.name],
     "backend": [device.backend, device.collective_backend_string, config],
-    "quirks": [device.zero_size_all_to_all, device.ordered_sum, device.float64],
+    "quirks": [device.zero_size_all_to_all, device.ordered_sum, device.float64, device.narrow_sum],
     "native": [device.native_bf16_matmul, device.native_fp8, device.peak_flops(torch.bfloat16)],
     "memory": [device.memory_now(), device.memory_peak(), device.memory_total()],
     "streams": [device.has_streams, inside, device.current_stream()],
@@ -251,7 +251,7 @@ def test_musa_group_starts_with_mccl_beside_gloo(musa: dict) -> None:
 
 
 def test_musa_quirks_and_chip(musa: dict) -> None:
-    assert musa["quirks"] == [False, False, False]
+    assert musa["quirks"] == [False, False, False, True]
     assert musa["native"] == [True, False, 100e12]
 
 

@@ -4,9 +4,10 @@ Notable:
 - A rank writes its shard of each bucket, whatever the ZeRO stage: a run of elements of a parameter's local part, which is at most a few
   rectangles of the global tensor (see `rectangle.py`). Every element is written by exactly one rank, nothing is gathered.
 - Buffers, such as the selection biases of experts, are whole and equal on the ranks of a stage; the first of them writes.
-- Only masters and moments are saved, in the type that they have; 16-bit weights are rounded from the masters after loading, so they can never
-  disagree. What is loaded into a narrower type is rounded to the nearest.
-- Errors of compression are each rank's own: they are saved for each, and more or fewer ranks begin with their mean.
+- Only masters and moments are saved, in the type that they have, those in fp8 as their numbers in bf16; 16-bit weights are rounded from the
+  masters after loading, so they can never disagree. What is loaded into a narrower type is rounded to the nearest.
+- Errors of compression are each rank's own, and so are weights between two synchronisations of 0/1 Adam: they are saved for each, and more or
+  fewer ranks begin with their mean.
 - Loading asks for the rectangles that this rank owns under its own layout, and reads nothing else.
 - Randomness needs no state: first weights come from (seed, name), data from (seed, step).
 """
@@ -23,8 +24,10 @@ from mtmegatron.checkpoint.rectangle import Rectangle, dtype_name, flat_rectangl
 from mtmegatron.checkpoint.store import Store, write_manifest, write_shard
 from mtmegatron.errors import UserError
 from mtmegatron.mesh import Mesh
+from mtmegatron.optim.codes import FP8
 from mtmegatron.optim.onebit import Residual
 from mtmegatron.optim.optimizer import Optimizer
+from mtmegatron.optim.state import State
 from mtmegatron.parallel.data import Item
 from mtmegatron.placement import STAGE_AXES
 
@@ -47,7 +50,7 @@ def begin(folder: Folder, step: int, mesh: Mesh) -> None:
 
 def facts(step: int, optimizer: Optimizer, extra: dict) -> dict:
     """What the manifest of a checkpoint taken now tells beside the tensors."""
-    return extra | {"step": step, "updates": optimizer.updates}
+    return extra | {"step": step, "updates": optimizer.updates} | (optimizer.onebit.facts if optimizer.onebit else {})
 
 
 def publish(folder: Folder, mesh: Mesh, outcome: dict | UserError, extra: dict) -> None:
@@ -77,11 +80,11 @@ def load(store: Store, optimizer: Optimizer, mesh: Mesh, *, moments: bool = True
         for item, local, owned in state.parts() if moments else ():
             for name, tensor in (state.moments | state.ema).items():
                 if f"{name}/{item.name}" in known:
-                    _fill(store, f"{name}/{item.name}", item, local, tensor[owned], mesh)
-    if optimizer.onebit:
+                    _fill_moment(store, f"{name}/{item.name}", state, item, local, tensor[owned], mesh)
+    if optimizer.onebit and moments:
+        optimizer.onebit.load(lambda residual: _fill_residual(store, residual, known, mesh), store.extra)
+    elif optimizer.onebit:
         optimizer.onebit.begin()
-        for residual in optimizer.residuals() if moments else ():
-            _fill_residual(store, residual, known, mesh)
     _fill_buffers(store, optimizer.buckets.buffers)
     optimizer.updates = store.extra["updates"] if moments else 0
 
@@ -108,13 +111,13 @@ def check_architecture(store: Store, optimizer: Optimizer) -> None:
 
 
 def pieces(optimizer: Optimizer, mesh: Mesh) -> Iterator[tuple[Rectangle, torch.Tensor]]:
-    """The rectangles that this rank writes: views of the state, in the same order at every save."""
+    """The rectangles that this rank writes: views of the state, or numbers of its codes, in the same order at every save."""
     for state in optimizer.states:
         if not state.bucket.counted:
             continue
         for item, local, owned in state.parts(state.bucket.shard):
             for name, tensor in state.tensors.items():
-                yield from _cut(f"{WEIGHT.get(name, name)}/{item.name}", item, local, tensor[owned], mesh)
+                yield from _cut(f"{WEIGHT.get(name, name)}/{item.name}", item, local, state.numbers(item, tensor[owned]), mesh)
     for residual in optimizer.residuals():
         if residual.counted:
             yield from _cut(residual.name(), residual.item, residual.local, residual.values, mesh)
@@ -145,7 +148,9 @@ def _cut(name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) 
 
 
 def _fill_residual(store: Store, residual: Residual, known: set[str], mesh: Mesh) -> None:
-    """Among as many workers as there were each takes its own; else all take the mean, which leaves that over the workers as it is."""
+    """Among as many workers as there were each takes its own; else all take the mean, which leaves that over the workers as it is.
+
+    One that the checkpoint does not have stays as it is."""
     saved = list(takewhile(known.__contains__, map(residual.name, count() if residual.workers else range(1))))
     if residual.workers and len(saved) == residual.workers:
         saved = [residual.name()]
@@ -154,7 +159,17 @@ def _fill_residual(store: Store, residual: Residual, known: set[str], mesh: Mesh
         part = torch.empty_like(total)
         _fill(store, name, residual.item, residual.local, part, mesh)
         total += part / len(saved)
-    residual.values.copy_(total)
+    if saved:
+        residual.values.copy_(total)
+
+
+def _fill_moment(store: Store, name: str, state: State, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> None:
+    """Codes in fp8 are made of numbers once all of them are there."""
+    if values.dtype != FP8:
+        return _fill(store, name, item, local, values, mesh)
+    numbers = torch.empty_like(values, dtype=torch.float32)
+    _fill(store, name, item, local, numbers, mesh)
+    state.hold(item, values, numbers)
 
 
 def _fill(store: Store, name: str, item: Item, local: slice, values: torch.Tensor, mesh: Mesh) -> None:

@@ -129,7 +129,8 @@ def _be_one(request: Request, given: dict[str, Any], process: "Process") -> int:
     try:
         many, layout = process.world > 1, layout_of(request.config)
         shared = request.config.parallel.shared_memory
-        mesh = Mesh(layout, process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=many, shared=shared)
+        sums = {"ordered_sum": device.ordered_sum, "narrow_sum": device.narrow_sum}
+        mesh = Mesh(layout, process.rank, device.torch_device, connect=many, shared=shared, **sums)
         model = load_model(request.store, request.config, mesh, device.native_bf16_matmul)
         new = generate(model, request.prompts, request.options, stops_at(request.tokenizer, request.stop))
         if process.rank == 0:

@@ -4,6 +4,9 @@ from mtmegatron.config.model import ModelConfig
 from mtmegatron.config.schema import Config, OptimizerConfig
 from mtmegatron.layout import Layout
 
+WARM_UP = {"onebit-adam": "adamw", "onebit-lamb": "lamb", "zeroone-adam": "adamw"}  # kinds of one bit, and what they are before they compress
+TWO_MOMENTS = {"adamw", "adam", "lamb", "muon", *WARM_UP}  # kinds of optimizer with a second moment; muon's are those of its tables and vectors
+
 
 def optimizers(o: OptimizerConfig) -> set[str]:
     """Kinds of optimizer that a run has."""
@@ -24,14 +27,22 @@ def depends_on_micro_batch(config: Config) -> bool:
     return config.train.precision.startswith("fp8-") or moe is not None and bool(moe.capacity or moe.aux_loss or moe.sinkhorn)
 
 
+def idle_in(precision: str) -> dict[str, str]:
+    """Settings of `train` that have no effect in a precision, each with those that it needs."""
+    fp8, fp16 = precision.startswith("fp8-"), precision == "fp16"
+    needs = {"fp8": (fp8, "an fp8 precision"), "loss_scale": (fp16, "fp16"), "residual": (fp8 or fp16 or precision == "bf16", "bf16, fp16 or fp8")}
+    return {name: other for name, (used, other) in needs.items() if not used}
+
+
 def linear_layers(model: ModelConfig) -> list[str]:
-    """Names that linear layers which can multiply in fp8 have in such a model, with experts in some blocks perhaps not in all."""
+    """Names of what can multiply in fp8 in such a model: linear layers and matrices of experts, which some blocks have and others perhaps not."""
     attention = ["query", "key", "value", "out"]
     if model.latent:
         attention = [*(["query_down", "query_up"] if model.latent.query_rank else ["query"]), "kv_down", "kv_up", "out"]
     feed_forward = ["gate", "up", "down"] if gated(model) else ["up", "down"]
     if model.moe:
-        feed_forward += [f"shared.{name}" for name in feed_forward]
+        parts = ["experts", "shared"] if model.moe.shared or model.moe.shared_ffn else ["experts"]
+        feed_forward += [f"{part}.{name}" for part in parts for name in feed_forward]
     depths = [f"prediction.{k}" for k in range(1, model.prediction.depth + 1)] if model.prediction else []
     blocks = [f"layers.{i}" for i in range(model.layers)] + [f"{depth}.block" for depth in depths]
     inner = [f"attention.{name}" for name in attention] + [f"mlp.{name}" for name in feed_forward]

@@ -93,16 +93,22 @@ class GroupConfig(Section):
 
 
 class OneBitConfig(Section):
-    """When the optimizers of one bit compress what they send."""
+    """When the optimizers of one bit compress what they send; all but the first for zeroone-adam."""
 
     freeze: PositiveInt
     """Updates of the warm-up, after which the variance stays as it is; a fifth of the run is usual."""
+    variance_interval: PositiveInt = 16
+    """Updates of the variance after which the gap between two of them doubles, up to `freeze`."""
+    local_steps: PositiveInt = 16
+    """The largest gap between two synchronisations after `freeze`; 1: one at each update."""
+    local_interval: PositiveInt | None = None
+    """Updates after which that gap doubles, from 1 on."""
 
 
 class OptimizerConfig(Section):
     """The optimizer, with warm-up, a decay to `min_lr`, clipping; `docs/optimizers.md` has the equations."""
 
-    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon", "onebit-adam", "onebit-lamb"] = "adamw"
+    kind: Literal["adamw", "adam", "sgd", "lion", "lamb", "muon", "onebit-adam", "onebit-lamb", "zeroone-adam"] = "adamw"
     """muon takes the matrices between embedding and head, and adamw the rest."""
     onebit: OneBitConfig | None = None
     """For the kinds of one bit, whose ranks exchange signs."""
@@ -152,8 +158,9 @@ class OptimizerConfig(Section):
     """Size to which each element of a gradient is cut, in place of `clip`; default: none."""
     skip_norm: PositiveFloat | None = None
     """Global gradient norm above which a step is skipped; default: none."""
-    moments: Literal["fp32", "bf16"] = "fp32"
-    """What moments are kept in between updates, which compute in fp32; bf16 rounds at random, in the same way in every layout."""
+    moments: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """What moments are kept in between updates, which compute in fp32; fewer bits are rounded to at random, in the same way in every layout.
+    fp8: the first in e4m3 with a scale for each parameter, the second in bf16."""
     masters: bool = True
     """Whether bf16 weights have fp32 masters; without them an update is rounded at random into the weights themselves."""
     compiled: bool = False
@@ -235,8 +242,8 @@ class Fp8Config(Section):
     format: Literal["e4m3", "hybrid"] = "e4m3"
     """e4m3 for all operands; hybrid: e5m2, which has more range and less precision, for gradients of activations."""
     high_precision: list[str] | None = None
-    """Patterns of names of linear layers that stay in bf16, as `layers.0.*` or `*.mlp.down`; default: those of the first and the last block. Head,
-    router, experts, embedding and norms always do."""
+    """Patterns of names of linear layers that stay in bf16, as `layers.0.*`, `*.mlp.down`, or for the matrices of experts `*.mlp.experts.*`; default:
+    those of the first and the last block. Head, router, embedding, norms, and weight gradients of experts always do."""
     history: PositiveInt = 1024
     """delayed: steps whose largest numbers are remembered."""
     margin: NonNegativeInt = 0
@@ -280,6 +287,8 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8-tensorwise", "fp8-delayed", "fp8-rowwise", "fp8-blockwise", "fp8-mxfp8"] = "fp32"
     """bf16 and fp16 keep fp32 master weights and gradients; fp8 is bf16 with products of 8-bit floats, by one of the recipes; fp64 is for proofs.
     `docs/precision.md`."""
+    residual: Literal["compute", "fp32"] = "compute"
+    """16 bits and fp8: what the sums between blocks are kept in, and travel in between stages; compute: as activations."""
     fp8: Fp8Config = Fp8Config()
     """fp8: its format and where it is not used."""
     loss_scale: LossScaleConfig = LossScaleConfig()

@@ -8,9 +8,7 @@ Notable: Y = X Wᵀ + b.
 `project` multiplies one input with several column layers as one matrix.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -71,10 +69,3 @@ def project(x: Tensor, *layers: Linear) -> Tensor:
     if any(layer.moves != layers[0].moves for layer in layers):  # some of them in fp8
         return torch.cat([project(x, layer) for layer in layers], dim=1)
     return linear(x, [layer.weight for layer in layers], biases, layers[0].moves)
-
-
-def use_fp8(modules: Iterable[tuple[str, nn.Module]], fp8: Fp8, high: Sequence[str]) -> None:
-    """Lets the linear layers among named modules multiply in fp8, but for those whose names match a pattern of `high`."""
-    for name, module in modules:
-        if isinstance(module, Linear) and not any(fnmatchcase(name, pattern) for pattern in high):
-            module.multiply_in_fp8(fp8)

@@ -38,6 +38,7 @@ from mtmegatron.parallel import expert
 from mtmegatron.parallel.recompute import dropped, recomputed, remake_of
 from mtmegatron.parallel.tensor import Moves, linear
 from mtmegatron.placement import Init
+from mtmegatron.precision.fp8 import Fp8, Fp8Experts
 from mtmegatron.precision.gemm import Gemm
 
 TERMS = ("aux_loss", "sequence_loss", "global_loss", "device_loss", "communication_loss", "z_loss")
@@ -144,7 +145,7 @@ class Router(nn.Module):
         self.layer, self.build, self.jitter = layer, build, model.moe.jitter
         self.weight = build.parameter((model.moe.experts, model.width), Init(model.init_std), True, (), build.token_axes)
         precision = torch.promote_types(PRECISION[model.moe.logits], build.dtype)
-        self.moves = Moves(build.tensor, _WideGemm(build.gemm.native, precision), build.queue)
+        self.moves = Moves(build.tensor, _WideGemm(build.gemm.native, precision=precision), build.queue)
 
     def forward(self, x: Tensor, where: Where) -> Tensor:
         if self.jitter and where.noise is not None:
@@ -158,7 +159,7 @@ def _jitter(stream: Stream, numbers: Tensor, x: Tensor, size: float) -> Tensor:
     return (1 - size + 2 * size * uniform(stream, numbers, range(x.shape[1]))).to(x.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _WideGemm(Gemm):
     """Products in at least `precision`, whatever the operands are in."""
 
@@ -187,6 +188,12 @@ class Experts(nn.Module):
         self.gate = self._matrix(up, 1, model.init_std) if gated else None
         self.up = self._matrix(up, 1, model.init_std)
         self.down = self._matrix(down, 2, out_std)
+        self.gemms: dict[nn.Parameter, Gemm] = {}  # of matrices that have another than the rest of the model
+
+    def multiply_in_fp8(self, fp8: Fp8, matrix: str) -> None:
+        """From now on products with "gate", "up" or "down" are made of 8-bit floats, but for weight gradients."""
+        plain = self.build.gemm
+        self.gemms[getattr(self, matrix)] = Fp8Experts(plain.native, plain.mixed, common=fp8, columns=self.build.mesh["expert_tensor"])
 
     def _matrix(self, shape: tuple[int, ...], dim: int, std: float) -> nn.Parameter:
         return self.build.parameter(shape, Init(std), True, ((0, "expert"), (dim, "expert_tensor")), ("expert_data",))
@@ -213,7 +220,10 @@ class Experts(nn.Module):
         return self._grouped(rows, [self.up] if self.gate is None else [self.gate, self.up], counts)
 
     def _grouped(self, x: Tensor, weights: list[nn.Parameter], counts: list[int]) -> Tensor:
-        return grouped(x, weights, counts, self.build.gemm, self.build.queue, remake_of(x))
+        gemm, *others = (self.gemms.get(w, self.build.gemm) for w in weights)
+        if any(other != gemm for other in others):
+            return torch.cat([self._grouped(x, [w], counts) for w in weights], dim=1)
+        return grouped(x, weights, counts, gemm, self.build.queue, remake_of(x))
 
 
 def observed(moe: MoEConfig) -> int:

@@ -3,7 +3,8 @@
 Notable: a stage is the same class with fewer layers. `embedding` exists on the first stage, and on the last when it is also the output
 projection or multi-token prediction looks tokens up; names of parameters are global (`layers.7.attention.query.weight`), whatever the stage.
 
-Shapes: T tokens of the micro-batch, T' = T / tensor under sequence parallel; hidden states are [T', D].
+Shapes: T tokens of the micro-batch, T' = T / tensor under sequence parallel; hidden states are [T', D]. Their type, that of the sums x + ..., is
+`Decoder.stream`: fp32 beside 16-bit weights where `train.residual` says so. What reads them is a norm, which gives the type of the weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
         if self.build.exact:
             return self._canonical_head(normed, labels, scale)
         return linear_cross_entropy(
-            self.build.whole_tokens(normed), weight, labels, scale, self._accumulate if accumulates([weight]) else None,
+            self.build.whole_tokens(normed), weight, labels, scale, self._accumulate if weight.requires_grad and accumulates([weight]) else None,
             axis=self.build.tensor, start=weight.placement.offset_and_size(self.build.layout, self.build.mesh.rank)[0][0],
             vocab=self.config.model.vocab, smoothing=train.label_smoothing, z_loss=train.z_loss, matmul=self.build.gemm.product,
         )  # fmt: skip
@@ -214,6 +215,12 @@ class Decoder(nn.Module):
         return torch.cat([part[:n] for part, n in zip(parts.split(most), sizes)]).t()
 
     @property
+    def stream(self) -> torch.dtype:
+        """What hidden states between blocks, and stages, are kept in."""
+        dtype = self.build.dtype
+        return torch.promote_types(dtype, torch.float32) if self.config.train.residual == "fp32" else dtype
+
+    @property
     def output_weight(self) -> nn.Parameter:
         """This rank's rows of the output projection: the head, or the embedding table of a tied model."""
         return self.head.weight if hasattr(self, "head") else self.embedding.weight
@@ -236,12 +243,14 @@ class Decoder(nn.Module):
         return Noise(self.config.train.seed, step, batch.numbers)
 
     def _embed(self, batch: Batch, where: Where) -> Tensor:
-        x = self.embedding(batch.tokens)
+        x = self.embedding(batch.tokens).to(self.stream)
         if hasattr(self, "positions"):
             axis, positions = self.build.tensor, batch.positions
             own = positions.chunk(axis.size)[axis.rank] if self.build.layout.sequence else positions
             x = x + self.positions(own)
-        return x if where.noise is None else where.noise.drop(x, -1, "embedding", self.config.model.dropout_embedding, self.build)
+        if where.noise is not None:
+            x = where.noise.drop(x, -1, "embedding", self.config.model.dropout_embedding, self.build)
+        return x.requires_grad_() if torch.is_grad_enabled() else x  # backward comes by here though the tables be frozen
 
     def _rotary(self, batch: Batch, cache: Cache | None) -> tuple[Tensor, Tensor] | None:
         if self.rotary is None or not (self.layers or self.prediction):

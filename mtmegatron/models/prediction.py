@@ -43,7 +43,7 @@ class Depth(nn.Module):
         both = self._both(hidden, embedded)
         if self.again:
             both = dropped(both, self._both, hidden, embedded)
-        return self.block(self.project(both), where)
+        return self.block(self.project(both).to(hidden.dtype), where)
 
     def _both(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         return cat((self.hidden_norm(hidden), self.embedding_norm(embedded)), 1)

@@ -1,11 +1,12 @@
-"""Parameters and FLOPs of a model from its configuration alone, and the split of its layers into stages of equal cost.
+"""Parameters and FLOPs of a model from its configuration alone, and the split of its layers into parts of equal cost.
 
 Notable: FLOPs are those of the matrix products and of causal attention (half of the square), 2 per multiply-add, backward twice the forward;
 recomputation and padding never count. Of the routed experts, FLOPs and active parameters count those that a token takes. Parameters are what
 published weights hold: also the bias of the choice of experts, which no gradient trains. A block of multi-token prediction is like the model's last.
 """
 
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, permutations
 
 from mtmegatron.config.derived import gated
 from mtmegatron.config.model import ModelConfig
@@ -117,26 +118,48 @@ def training_flops(m: ModelConfig, sequence: int) -> float:
     return 3.0 * (blocks + head_flops(m) + prediction_flops(m, sequence))
 
 
-def split_layers(m: ModelConfig, stages: int, sequence: int, given: list[int] | None = None) -> list[range]:
-    """The blocks of each stage: as given, or such that the dearest stage is as cheap as possible.
+def split_layers(m: ModelConfig, ranks: Sequence[int], sequence: int, given: list[int] | None = None) -> list[range]:
+    """The blocks of each stage: as given, or such that the dearest is as cheap as possible; in a V, the dearest rank. `ranks`: that of each stage.
 
     The last stage has the cost of the head and of multi-token prediction; the embedding costs a tenth of a block (it moves memory and multiplies
     nothing). Ties go to later stages, whose activations live shorter."""
     if given is None:
         blocks = [block_flops(m, sequence, experts) for experts in expert_blocks(m)]
-        given = _balanced(blocks, stages, 0.1 * blocks[0], head_flops(m) + prediction_flops(m, sequence))
+        before = [0, *accumulate(round(cost) for cost in blocks)]  # whole numbers, so that equal is equal
+        ends = [round(0.1 * blocks[0])] + [0] * (len(ranks) - 1)
+        ends[-1] += round(head_flops(m) + prediction_flops(m, sequence))
+        given = _balanced(before, ends)
+        if ranks[0] == ranks[-1] != ranks[len(ranks) // 2]:  # a V, where a rank turns to its other stage instead of waiting for another rank
+            given = _evened(before, ends, ranks, given)
     starts = [0, *accumulate(given)]
     return [range(a, b) for a, b in zip(starts, starts[1:])]
 
 
-def _balanced(blocks: list[float], stages: int, first: float, last: float) -> list[int]:
+def _evened(before: list[int], ends: list[int], ranks: Sequence[int], counts: list[int]) -> list[int]:
+    """Single blocks move from stage to stage while that makes the costs of ranks, or else those of stages, more alike."""
+
+    def cost(counts: list[int]) -> tuple:
+        starts = [0, *accumulate(counts)]
+        stages = [before[b] - before[a] + end for a, b, end in zip(starts, starts[1:], ends)]
+        sums = dict.fromkeys(ranks, 0)
+        for rank, stage in zip(ranks, stages):
+            sums[rank] += stage
+        return *((max(costs), sum(c * c for c in costs)) for costs in (sums.values(), stages)), counts
+
+    while True:
+        moves = ((a, b) for a, b in permutations(range(len(counts)), 2) if counts[a])
+        best = min(([n - (i == a) + (i == b) for i, n in enumerate(counts)] for a, b in moves), key=cost)
+        if cost(best) >= cost(counts):
+            return counts
+        counts = best
+
+
+def _balanced(before: list[int], ends: list[int]) -> list[int]:
     """Blocks of each stage such that the dearest is as cheap as possible, and among those splits the sum of squared costs least.
 
-    From the last stage to the first, for each number of blocks that are left: the best split of those. Costs are whole numbers, so that equal is equal."""
-    before = [0, *accumulate(round(cost) for cost in blocks)]
-    ends = [round(first)] + [0] * (stages - 1)
-    ends[-1] += round(last)
-    best = [(0 if start == len(blocks) else float("inf"), 0, ()) for start in range(len(before))]
+    `before`: the cost of all blocks before each; `ends`: what a stage costs beside its blocks. From the last stage to the first, for each number of
+    blocks that are left: the best split of those."""
+    best = [(0 if start == len(before) - 1 else float("inf"), 0, ()) for start in range(len(before))]
     for end in reversed(ends):
         best = [_first_stage(before, start, end, best) for start in range(len(before))]
     return list(best[0][2])

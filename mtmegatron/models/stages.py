@@ -19,7 +19,7 @@ def build_chunks(config: Config, build: Build) -> list[Decoder]:
     A table that the first and the last chunk of the model use is one module where both lie on this rank."""
     p, rank = config.parallel, build.mesh.coordinate("pipeline")
     place = placement_of(p.schedule, p.pipeline, p.chunks)
-    split = split_layers(config.model, len(place), config.data.sequence, p.pipeline_layers)
+    split = split_layers(config.model, [holder for holder, _ in place], config.data.sequence, p.pipeline_layers)
     both_ends = table_at_both_ends(config.model)
     two_stages = both_ends and place[0][0] != place[-1][0]
     chunks: list[Decoder] = []

@@ -5,6 +5,7 @@ Notable:
   other linear layers (`Gemm`): so the loop is the reference and what runs there. An accelerator takes one call where it can.
 - The weight gradient of each expert is accumulated straight into its part of the sum and may be put off, as in `parallel/tensor.py`. An expert
   without rows costs nothing and adds nothing.
+- In fp8 rows and matrices are quantised whole, before they are cut by expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mtmegatron.precision.fp8 import Fp8Experts
 from mtmegatron.precision.gemm import Gemm
 
 ALIGN = 16  # bytes: rows of the operands of torch's grouped product begin at multiples of it
@@ -39,9 +41,11 @@ def grouped(
 
 def products(x: Tensor, weights: Sequence[Tensor], counts: Sequence[int], gemm: Gemm) -> Tensor:
     """The forward product, expert by expert."""
-    y = x.new_empty(x.shape[0], sum(w.shape[1] for w in weights))
+    y, all_columns = x.new_empty(x.shape[0], sum(w.shape[1] for w in weights)), _columns(weights)
+    if isinstance(gemm, Fp8Experts):
+        x, weights = gemm.tokens(x, weights[0], gradient=False), [gemm.weight(w, transposed=False) for w in weights]
     for e, rows in runs(counts):
-        for w, columns in zip(weights, _columns(weights)):
+        for w, columns in zip(weights, all_columns):
             y[rows, columns] = gemm.forward(x[rows], w[e])
     return y
 
@@ -68,7 +72,8 @@ def _columns(weights: Sequence[Tensor]) -> list[slice]:
 def _one_call(x: Tensor, weights: Sequence[Tensor], gemm: Gemm) -> bool:
     sizes = [x.shape[1], *(w.shape[1] for w in weights)]
     aligned = all(size * x.element_size() % ALIGN == 0 for size in sizes)
-    return x.device.type not in ("cpu", "meta") and gemm.native and x.dtype == torch.bfloat16 and aligned
+    plain = gemm.native and not isinstance(gemm, Fp8Experts)
+    return x.device.type not in ("cpu", "meta") and plain and x.dtype == torch.bfloat16 and aligned
 
 
 class _Grouped(torch.autograd.Function):
@@ -82,7 +87,7 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx, dy):
         weights = ctx.weights
         dx = _input_gradient(dy, weights, ctx.counts, ctx.gemm) if ctx.needs_input_grad[0] else None
-        if not weights[0].requires_grad:
+        if not any(w.requires_grad for w in weights):
             return dx, None, None, None, None, *[None] * len(weights)
         x = ctx.remake() if ctx.remake else ctx.saved_tensors[0]
         totals = [getattr(w, "grad_sum", None) for w in weights]
@@ -96,9 +101,12 @@ class _Grouped(torch.autograd.Function):
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Tensor], counts: Sequence[int], gemm: Gemm) -> Tensor:
-    dx = dy.new_empty(dy.shape[0], weights[0].shape[2])
+    dx, parts = dy.new_empty(dy.shape[0], weights[0].shape[2]), [dy[:, columns] for columns in _columns(weights)]
+    if isinstance(gemm, Fp8Experts):
+        parts = [gemm.tokens(part, w, gradient=True) for part, w in zip(parts, weights)]
+        weights = [gemm.weight(w, transposed=True) for w in weights]
     for e, rows in runs(counts):
-        first, *rest = (gemm.input_gradient(dy[rows, columns], w[e]) for w, columns in zip(weights, _columns(weights)))
+        first, *rest = (gemm.input_gradient(part[rows], w[e]) for part, w in zip(parts, weights))
         for part in rest:
             first += part
         dx[rows] = first

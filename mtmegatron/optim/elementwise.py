@@ -2,7 +2,7 @@
 
 Notable: each function takes one run of elements, so a caller may cut the state anywhere. Besides torch's fused Adam they are made of single
 operations, each exactly rounded, so a layout that cuts the elements elsewhere gets the same bits. `n.single` asks that of Adam, too
-(canonical numerics).
+(canonical numerics), and where the moments have seen different numbers of updates, for which the fused one has no place.
 """
 
 import math
@@ -16,7 +16,8 @@ from mtmegatron.config.schema import OptimizerConfig
 
 @dataclass(frozen=True)
 class Numbers:
-    """One update. `count`: updates made, this one included; `clip`: a factor on gradients that a fused update takes along."""
+    """One update. `count`: updates made, this one included; `clip`: a factor on gradients that a fused update takes along.
+    `variances`: of the updates made, those that took part in the second moment; 0: all."""
 
     config: OptimizerConfig
     lr: float
@@ -24,6 +25,7 @@ class Numbers:
     count: int
     single: bool = False
     clip: float = 1.0
+    variances: int = 0
 
     @property
     def decays(self) -> bool:
@@ -38,7 +40,7 @@ class Numbers:
     @property
     def second(self) -> float:
         """sqrt(1 - beta2^count), the same of the root of the second."""
-        return math.sqrt(1 - self.config.beta2**self.count)
+        return math.sqrt(1 - self.config.beta2 ** (self.variances or self.count))
 
     def fuses(self, kind: str) -> bool:
         """Whether the update of a kind is one function of torch's, which scales the gradient itself."""

@@ -12,7 +12,7 @@ Notable:
   is at least as large: clipping by it is safe.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -90,7 +90,23 @@ class OneBit:
 
     def reduces(self, count: int) -> bool:
         """Whether update number `count`, from 1, is made with reduced gradients."""
-        return count <= self.onebit.freeze
+        return self.variances(count) > self.variances(count - 1)
+
+    def variances(self, count: int) -> int:
+        """How many of the first `count` updates made the variance."""
+        return min(count, self.onebit.freeze)
+
+    def is_local(self, bucket: Bucket) -> bool:
+        """Whether ranks have weights of their own between two synchronisations, which needs masters apart."""
+        return False
+
+    def displace(self, count: int) -> None:
+        """Gives the model, `count` updates being made, the weights that this rank has of its own."""
+
+    @property
+    def facts(self) -> dict:
+        """What the manifest of a checkpoint tells beside the tensors."""
+        return {}
 
     def residuals(self) -> Iterator[Residual]:
         """The errors of all buckets."""
@@ -102,6 +118,12 @@ class OneBit:
         self.prepared = False
         for whole in self.wholes.values():
             whole.compressed.clear()
+
+    def load(self, fill: Callable[[Residual], None], facts: dict) -> None:
+        """Takes from a checkpoint what is not in the states, whose masters and moments are there; `facts`: of its manifest."""
+        self.begin()
+        for residual in self.residuals():
+            fill(residual)
 
     def update(self, numbers: Numbers, clip_factor: float) -> None:
         """One update of the compressed stage; all ranks take part."""
@@ -127,24 +149,27 @@ class OneBit:
         self.prepared = True
 
     def _exchange(self, whole: Whole, factor: float) -> None:
-        """m = the mean over ranks of beta1 m + factor n g_i."""
+        """m = the mean over ranks of m_i."""
+        whole.momentum.copy_(whole.compressed.mean(self._own(whole, factor), whole.used))
+
+    def _own(self, whole: Whole, factor: float) -> Tensor:
+        """m_i = beta1 m + factor n g_i."""
         own = whole.bucket.gradients * (factor * whole.bucket.axis.size)
-        own.add_(whole.momentum, alpha=self.config.beta1)
-        whole.momentum.copy_(whole.compressed.mean(own, whole.used))
+        return own.add_(whole.momentum, alpha=self.config.beta1)
 
     def _apply(self, numbers: Numbers) -> None:
         """w -= lr (m^ / (sqrt(v^) + eps) + decay w)."""
         for state in self.states:
-            step = self._direction(state, numbers.count, self.onebit.freeze)
+            step = self._direction(state.moments["exp_avg"], state.moments["exp_avg_sq"], numbers)
             for own, run in state.runs(numbers):
                 state.master[own].mul_(1 - run.lr * run.decay).sub_(step[own], alpha=run.lr)
 
-    def _direction(self, state: State, momentums: int, variances: int) -> Tensor:
-        """m^ / (sqrt(v^) + eps) within Adam's bound; so many updates made m and v."""
-        c, (m, v) = self.config, (state.moments[name] for name in ("exp_avg", "exp_avg_sq"))
-        root = (v / (1 - c.beta2**variances)).sqrt_().add_(c.eps)
+    def _direction(self, m: Tensor, v: Tensor, n: Numbers) -> Tensor:
+        """m^ / (sqrt(v^) + eps) within Adam's bound."""
+        c = self.config
+        root = (v / (1 - c.beta2**n.variances)).sqrt_().add_(c.eps)
         bound = max(1.0, (1 - c.beta1) / (1 - c.beta2) ** 0.5)
-        return torch.div(m, root.mul_(1 - c.beta1**momentums), out=root).clamp_(-bound, bound)
+        return torch.div(m, root.mul_(n.first), out=root).clamp_(-bound, bound)
 
 
 def _whole(bucket: Bucket, dtype: torch.dtype) -> Whole:

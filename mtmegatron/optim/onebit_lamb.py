@@ -110,7 +110,7 @@ class OneBitLamb(OneBit):
         self._adapt(numbers.count)
         rates = self.layers.prod(1)
         for state in self.states:
-            step = self._direction(state, numbers.count, self.onebit.freeze)
+            step = self._direction(state.moments["exp_avg"], state.moments["exp_avg_sq"], numbers)
             for own, run in state.runs(numbers):
                 step[own].add_(state.master[own], alpha=run.decay).mul_(run.lr)
             for item, _, own in state.parts():

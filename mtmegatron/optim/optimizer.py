@@ -15,18 +15,19 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from mtmegatron.config.constraints import WARM_UP
-from mtmegatron.config.derived import optimizers
+from mtmegatron.config.derived import WARM_UP, optimizers
 from mtmegatron.config.schema import OptimizerConfig
+from mtmegatron.optim.codes import FP8
 from mtmegatron.optim.compiled import Compiled
 from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, moments_of
 from mtmegatron.optim.groups import Setting, setting_of
 from mtmegatron.optim.lamb import Lamb
 from mtmegatron.optim.muon import Muon
-from mtmegatron.optim.narrow import Narrow
+from mtmegatron.optim.narrow import Narrow, Scales
 from mtmegatron.optim.onebit import OneBit, Residual
 from mtmegatron.optim.onebit_lamb import FRESH, OneBitLamb, WarmUp
 from mtmegatron.optim.state import State
+from mtmegatron.optim.zeroone import ZeroOne
 from mtmegatron.parallel.data import Bucket, Buckets
 from mtmegatron.precision.types import Types
 
@@ -51,10 +52,11 @@ class Optimizer:
         self.updates, self.piece = 0, PIECE
         self.compiled = Compiled(config, optimizers(config) - {"frozen"}, types.master, buckets.mesh.device) if config.compiled else None
         self.narrow = Narrow(seed, buckets.mesh, types.master)
+        self.scales = Scales(buckets.mesh, names, types.master) if config.moments == "fp8" else None
         self.onebit = None
         if config.kind in WARM_UP:
-            lamb = config.kind == "onebit-lamb"
-            self.onebit = OneBitLamb(config, buckets, names, types.master) if lamb else OneBit(config, buckets, types.master)
+            lamb, own = config.kind == "onebit-lamb", ZeroOne if config.kind == "zeroone-adam" else OneBit
+            self.onebit = OneBitLamb(config, buckets, names, types.master) if lamb else own(config, buckets, types.master)
         self.states = [state for bucket in buckets.buckets for state in self._states(bucket)]
         lamb, muon = ([s for s in self.states if WARM_UP.get(s.kind, s.kind) == kind] for kind in ("lamb", "muon"))
         if self.onebit:
@@ -97,9 +99,11 @@ class Optimizer:
 
     def _state(self, bucket: Bucket, kind: str, owned: slice, values: Tensor, gradients: Tensor, runs: list[Run]) -> State:
         wide = self.types.master
-        master = values.to(wide) if self.config.masters else values
-        kept = torch.bfloat16 if self.config.moments == "bf16" else wide
-        moments = {name: torch.zeros_like(values, dtype=kept) for name in moments_of(kind, self.config)}
+        apart = self.onebit is not None and self.onebit.is_local(bucket)
+        master = values.to(wide, copy=apart) if self.config.masters else values
+        first, second = {"fp32": (wide, wide), "bf16": (torch.bfloat16, torch.bfloat16), "fp8": (FP8, torch.bfloat16)}[self.config.moments]
+        names = moments_of(kind, self.config)
+        moments = {name: torch.zeros_like(values, dtype=second if name == "exp_avg_sq" else first) for name in names}
         if self.onebit and moments:
             moments["exp_avg"] = self.onebit.momentum(bucket)[owned]
             moments |= {FRESH: torch.zeros_like(master)} if isinstance(self.onebit, OneBitLamb) else {}
@@ -119,25 +123,30 @@ class Optimizer:
         """One update with gradients times `clip_factor` and a weight decay, by default the configured one; then all ranks hold the new weights."""
         self.updates += 1
         decay = self.config.weight_decay if decay is None else decay
-        numbers = Numbers(self.config, lr, decay, self.updates, single=not self.types.sums.is_floating_point)
+        variances = self.onebit.variances(self.updates) if self.onebit else self.updates
+        single = variances != self.updates or not self.types.sums.is_floating_point
+        numbers = Numbers(self.config, lr, decay, self.updates, single, variances=variances)
         if self.config.clip_value is not None:  # after the norm, in which what is not finite still shows
             for state in self.states:
                 state.gradients.clamp_(-self.config.clip_value, self.config.clip_value)
+        scales = self.scales.next(self.states, numbers, clip_factor) if self.scales else {}
         if self.buckets.reduces:
             for state in self.states:
                 if WARM_UP.get(state.kind, state.kind) in ELEMENTWISE:
-                    self._update(state, numbers, clip_factor)
+                    self._update(state, numbers, clip_factor, scales)
+            if self.onebit:
+                self.onebit.prepared = False
         for whole in filter(None, (self.lamb, self.muon) if self.buckets.reduces else (self.onebit,)):  # what looks at more than elements
             whole.update(numbers, clip_factor)
             for state in whole.states:
                 self._after(state, slice(None))
-        self.buckets.publish()
+        self._share()
 
-    def _update(self, state: State, numbers: Numbers, clip_factor: float) -> None:
+    def _update(self, state: State, numbers: Numbers, clip_factor: float, scales: dict[str, Tensor]) -> None:
         kind, moments = WARM_UP.get(state.kind, state.kind), state.moments.values()
         rule, fused = ELEMENTWISE[kind], numbers.fuses(kind)
         if self.narrow.holds(state):
-            return self.narrow.update(rule, state, numbers, clip_factor, self._after)
+            return self.narrow.update(rule, state, numbers, clip_factor, self._after, scales)
         if self.compiled:
             return self.compiled.update(state, numbers, clip_factor)
         one_pass = fused and state.values is state.master and not state.ema
@@ -160,7 +169,13 @@ class Optimizer:
         for state in self.states:
             if state.values is not state.master:
                 state.values.copy_(state.master)
+        self._share()
+
+    def _share(self) -> None:
+        """All ranks hold the new weights, or those of their own between two synchronisations."""
         self.buckets.publish()
+        if self.onebit:
+            self.onebit.displace(self.updates)
 
     def refresh_masters(self) -> None:
         """Takes the masters, and their average, from the weights, after those were set from outside."""

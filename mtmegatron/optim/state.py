@@ -5,20 +5,23 @@ rectangles of parameters, whatever the kind.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
+from mtmegatron.optim.codes import FP8, largest, scale_for
 from mtmegatron.optim.elementwise import Numbers
 from mtmegatron.optim.groups import Setting
 from mtmegatron.parallel.data import Bucket, Item
+from mtmegatron.precision.quantise import decoded
 
 
 @dataclass
 class State:
     """`owned`: elements of the bucket; `values`, `gradients`: those elements of it; `settings`: of runs of the elements.
 
-    `ema`: the average of the weights, where there is one."""
+    `ema`: the average of the weights, where there is one; `scales`: of moments in fp8, by the name of the parameter."""
 
     bucket: Bucket
     kind: str
@@ -29,6 +32,7 @@ class State:
     moments: dict[str, Tensor]
     ema: dict[str, Tensor]
     settings: list[tuple[Setting, slice]]
+    scales: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -49,6 +53,15 @@ class State:
             start, stop = max(item.start, first), min(item.stop, last)
             if start < stop:
                 yield item, slice(start - item.start, stop - item.start), slice(start - self.owned.start, stop - self.owned.start)
+
+    def numbers(self, item: Item, stored: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """What is stored of a parameter. Codes in fp8 are multiplied out, which bf16 holds exactly."""
+        return decoded(stored, dtype).mul_(self.scales.get(item.name, 1.0)) if stored.dtype == FP8 else stored
+
+    def hold(self, item: Item, stored: Tensor, numbers: Tensor) -> None:
+        """Stores in fp8 all that is here of a parameter: numbers that were codes as they were, others rounded to the nearest."""
+        self.scales[item.name] = scale = scale_for(largest(numbers, self.master.dtype))
+        stored.copy_(numbers / scale)
 
     def begin(self) -> None:
         """The state before the first update: moments of zero, the average at the weights."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mtmegatron.layout import share
 from mtmegatron.mesh import Axis, Mesh, Pending
 from mtmegatron.parallel.canonical.exact import GRADIENT, number
+from mtmegatron.parallel.gradient import squared_norm
 from mtmegatron.placement import Placement
 from mtmegatron.precision.types import Types
 
@@ -324,7 +325,7 @@ class Buckets:
 
         Without reduction: of the mean over ranks of the squared norm of a rank's gradient, its part times their number."""
         counted = [(b.own_gradients, 1) if self.reduces else (b.gradients, b.axis.size) for b in self.buckets if b.counted]
-        parts = [torch.linalg.vector_norm(x).square() * ranks for x, ranks in counted]
+        parts = [squared_norm(x) * ranks for x, ranks in counted]
         return torch.stack(parts).sum() if parts else torch.zeros((), device=self.mesh.device)
 
     def zero_gradients(self, below: float) -> Tensor:

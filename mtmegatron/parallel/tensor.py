@@ -21,6 +21,7 @@ from mtmegatron.parallel.gradient import (
     add_to_sums,
     adjacent,
     joined,
+    trained,
 )
 from mtmegatron.parallel.recompute import remake_of
 from mtmegatron.precision.fp8 import Fp8Gemm
@@ -54,10 +55,9 @@ class _Linear(torch.autograd.Function):
         weights, biases = list(parameters[:count]), list(parameters[count:])
         ctx.moves, ctx.weights, ctx.biases, ctx.remake = moves, weights, biases, remake.func if remake else _same
         ctx.save_for_backward(*(remake.args if remake else (x,)))
-        whole = moves.axis.all_gather(x) if moves.before == "gather" else x
         bias = joined(biases) if biases else None
         late = bias is not None and moves.after is not None
-        y = _products(moves.gemm, whole, weights, None if late else bias)
+        y = _products(moves, x, weights, None if late else bias)
         if moves.after == "scatter":
             y = moves.axis.reduce_scatter(y)
         elif moves.after == "reduce":
@@ -70,7 +70,7 @@ class _Linear(torch.autograd.Function):
         kept = partial(ctx.remake, *ctx.saved_tensors)
         bias_gradients = _bias_gradients(biases, dy)
         dy = moves.axis.all_gather(dy) if moves.after == "scatter" else dy
-        train = weights[0].requires_grad
+        train = trained(weights)
         gather = moves.axis.start_all_gather(kept()) if moves.before == "gather" and train and not moves.queue.defer else None
         dx, pending = None, None
         if ctx.needs_input_grad[0]:
@@ -85,9 +85,11 @@ class _Linear(torch.autograd.Function):
         return pending.wait() if pending else dx, None, None, None, *weight_gradients, *bias_gradients
 
 
-def _products(gemm: Gemm | Fp8Gemm, x: Tensor, weights: list[nn.Parameter], bias: Tensor | None) -> Tensor:
+def _products(moves: Moves, x: Tensor, weights: list[nn.Parameter], bias: Tensor | None) -> Tensor:
+    gemm, axis = moves.gemm, moves.axis if moves.before == "gather" else None
     if isinstance(gemm, Fp8Gemm):
-        return gemm.products(x, weights, bias)
+        return gemm.products(x, weights, bias, axis)
+    x = axis.all_gather(x) if axis else x
     together = adjacent(weights)
     if together is not None:
         return gemm.forward(x, together, bias)
@@ -143,7 +145,7 @@ def _accumulate(gemm: Gemm | Fp8Gemm, weights: list[nn.Parameter], dy: Tensor, x
 
 def _bias_gradients(biases: list[nn.Parameter], dy: Tensor) -> list[Tensor | None]:
     """A bias is added after the sum over ranks, so its gradient is that of this rank's tokens."""
-    if not biases or not biases[0].requires_grad:
+    if not trained(biases):
         return [None] * len(biases)
     gradient = dy.sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
     if not accumulates(biases):

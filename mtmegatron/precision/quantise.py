@@ -43,22 +43,22 @@ class Cut:
 
 @dataclass(frozen=True)
 class Grid:
-    """The blocks of a local matrix."""
+    """The blocks of a local matrix, or of each of a stack of matrices."""
 
     rows: Cut
     columns: Cut
 
     def split(self, x: Tensor) -> Tensor:
-        """Shapes: [R, C] -> [blocks along rows, rows of a block, blocks along columns, columns of a block], padded with zeros."""
+        """Shapes: [.., R, C] -> [.., blocks along rows, rows of a block, blocks along columns, columns of a block], padded with zeros."""
         edges = (*self.columns.padding, *self.rows.padding)
         x = F.pad(x, edges) if any(edges) else x
-        return x.reshape(self.rows.count, self.rows.block, self.columns.count, self.columns.block)
+        return x.reshape(*x.shape[:-2], self.rows.count, self.rows.block, self.columns.count, self.columns.block)
 
     def join(self, x: Tensor) -> Tensor:
         """The inverse of `split`."""
         r, c = self.rows, self.columns
-        whole = x.reshape(r.count * r.block, c.count * c.block)
-        return whole[r.first : r.first + r.size, c.first : c.first + c.size]
+        whole = x.reshape(*x.shape[:-4], r.count * r.block, c.count * c.block)
+        return whole[..., r.first : r.first + r.size, c.first : c.first + c.size]
 
     def t(self) -> "Grid":
         return Grid(self.columns, self.rows)
@@ -66,7 +66,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix as codes [R, C] in an 8-bit type and one scale per block [blocks along rows, blocks along columns]."""
+    """A matrix as codes [R, C] in an 8-bit type and one scale per block [blocks along rows, blocks along columns]; or a stack of them."""
 
     codes: Tensor
     scale: Tensor
@@ -74,15 +74,20 @@ class Quantised:
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """code * scale. Exact for scales that are powers of two, else rounded once."""
-        return self.grid.join(self.grid.split(decoded(self.codes, dtype)) * self.scale.to(dtype)[:, None, :, None])
+        return self.grid.join(self.grid.split(decoded(self.codes, dtype)) * self.scale.to(dtype)[..., :, None, :, None])
 
     def t(self) -> "Quantised":
-        return Quantised(self.codes.t(), self.scale.t(), self.grid.t())
+        return Quantised(self.codes.mT, self.scale.mT, self.grid.t())
+
+    def __getitem__(self, index: int | slice) -> "Quantised":
+        """One matrix of a stack; some rows of a matrix whose rows have scales of their own."""
+        codes, scale = self.codes[index], self.scale[index]
+        return Quantised(codes, scale, self.grid if isinstance(index, int) else Grid(Cut(len(codes), 1), self.grid.columns))
 
 
 def amax(x: Tensor, grid: Grid) -> Tensor:
     """max |x| of each local block, at least fp32; infinity where a number is not finite, which a maximum over ranks keeps."""
-    found = grid.split(x.abs()).amax((1, 3)).to(torch.promote_types(x.dtype, torch.float32))
+    found = grid.split(x.abs()).amax((-3, -1)).to(torch.promote_types(x.dtype, torch.float32))
     return found.masked_fill(~found.isfinite(), torch.inf)
 
 
@@ -99,7 +104,7 @@ def scale_of(largest: Tensor, dtype: torch.dtype, power_of_two: bool = False) ->
 def quantise(x: Tensor, grid: Grid, scale: Tensor, dtype: torch.dtype) -> Quantised:
     """The nearest code of each x / scale, ties to even; what is larger than the largest code becomes that."""
     wide, most = x.to(scale.dtype), LARGEST[dtype]
-    codes = (grid.split(wide) * scale.reciprocal()[:, None, :, None]).clamp_(-most, most).to(dtype)
+    codes = (grid.split(wide) * scale.reciprocal()[..., :, None, :, None]).clamp_(-most, most).to(dtype)
     return Quantised(grid.join(codes), scale, grid)
 
 

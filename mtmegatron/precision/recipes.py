@@ -4,6 +4,8 @@ Notable: every operand is seen as a matrix [kept, contracted]; a scale may vary 
 - Y = X Wᵀ contracts over inputs, dX = dY W over outputs, dW = dYᵀ X over tokens.
 - Tokens of a micro-batch lie on several ranks under context parallel, in pieces that no block of tokens need fit. So where a recipe has finer scales
   than one for a tensor, the operands of dW have one scale per channel over all tokens of the micro-batch: the same in every layout.
+- Which tokens meet at an expert depends on the layout, so there no scale is shared by tokens: each has its own in Y and dX, and dW, which contracts
+  over tokens, is not made of 8-bit floats.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,11 @@ class Recipe:
     channels: Block = (None, None)
     power_of_two: bool = False
     delayed: bool = False  # the scale comes from earlier steps
+
+    @property
+    def rows(self) -> Block:
+        """Blocks of activations and their gradients at experts: each token for itself."""
+        return 1, self.tokens[1]
 
 
 RECIPES = {

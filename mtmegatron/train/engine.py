@@ -19,10 +19,11 @@ from mtmegatron.config.derived import high_precision
 from mtmegatron.config.schema import Config
 from mtmegatron.device import Device
 from mtmegatron.layers.build import Build
-from mtmegatron.layers.linear import use_fp8
+from mtmegatron.layers.fp8 import use_fp8
 from mtmegatron.mesh import Mesh
 from mtmegatron.models.decoder import Decoder
 from mtmegatron.models.stages import build_chunks, parameters_of
+from mtmegatron.optim.groups import setting_of
 from mtmegatron.optim.optimizer import Optimizer
 from mtmegatron.optim.schedule import learning_rate, weight_decay
 from mtmegatron.parallel.canonical.exact import LOSS, Exact, sum_of_squares
@@ -100,6 +101,8 @@ class Engine:
         if self.offload is not None:
             self.offload.leave(self.names)
         self.optimizer = Optimizer(config.optimizer, self.buckets, self.types, partial(parameters_of, config), config.train.seed)
+        for param, name in self.names.items():
+            param.requires_grad_(setting_of(name, param.placement, config.optimizer).kind != "frozen")
         self.experts = ExpertLayers(config, self.chunks, mesh) if config.model.moe else None
         for chunk in self.chunks:
             chunk.hooks = self.buckets
@@ -134,13 +137,19 @@ class Engine:
 
     def step(self, batches: list[Batch], step: int, recorder: Recorder | None = None) -> StepResult:
         """Forward, backward and update with the micro-batches of this data rank; `recorder` gets the times of the pipeline's actions."""
-        lr = learning_rate(self.config, step)
+        return self.update(self.backward(batches, step, recorder), step)
+
+    def backward(self, batches: list[Batch], step: int, recorder: Recorder | None = None) -> StepResult:
+        """A step as far as its reduced gradients, which are in the buckets."""
         tokens = self.count_tokens(batches)
         loss, z_loss, norm, ahead = self._gradients(batches, tokens, step, recorder)
-        result = StepResult(loss, z_loss, norm, lr, tokens, self._fault(loss, norm, tokens), ahead)
+        return StepResult(loss, z_loss, norm, learning_rate(self.config, step), tokens, self._fault(loss, norm, tokens), ahead)
+
+    def update(self, result: StepResult, step: int) -> StepResult:
+        """The rest of the step that `backward` began."""
         if not result.fault:
-            clip = self.config.optimizer.clip
-            self.optimizer.step(lr, clip / norm if clip and norm > clip else 1.0, weight_decay(self.config, step))
+            clip, norm = self.config.optimizer.clip, result.grad_norm
+            self.optimizer.step(result.lr, clip / norm if clip and norm > clip else 1.0, weight_decay(self.config, step))
             result.experts = self.experts.finish() if self.experts else None
             if self.fp8 and self.fp8.histories:
                 self.fp8.histories.finish()
@@ -323,7 +332,7 @@ class _Training:
     def empty(self, micro_batch: int) -> Tensor:
         engine, batch = self.engine, self.batches[micro_batch]
         tokens = batch.tokens.shape[0] // (engine.build.tensor.size if engine.mesh.layout.sequence else 1)
-        return torch.empty(tokens, engine.config.model.width, dtype=engine.types.compute, device=engine.mesh.device)
+        return torch.empty(tokens, engine.config.model.width, dtype=engine.model.stream, device=engine.mesh.device)
 
     def observe(self, action: Action, value: Tensor | None) -> None:
         if not self.watch:

@@ -64,7 +64,7 @@ def train(config: Config, process: Process) -> int:
         store = start_group(process, device, config.train.timeout)
         mesh = Mesh(
             layout_of(config), process.rank, device.torch_device, ordered_sum=device.ordered_sum, connect=process.world > 1,
-            shared=config.parallel.shared_memory,
+            shared=config.parallel.shared_memory, narrow_sum=device.narrow_sum,
         )  # fmt: skip
         Loop(config, corpus, device, mesh, Engine(config, mesh, device.native_bf16_matmul, device=device)).run()
         return 0

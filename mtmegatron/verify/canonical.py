@@ -59,16 +59,16 @@ def run(rank: int, world: int, config: Config, layout: dict, precision: str, ste
     for step in range(steps):
         result = engine.step(batches(engine, step), step)
         scalars.append((result.loss.hex(), result.grad_norm.hex()))
-        _digest(digests, mesh, f"gradient of step {step}", "gradient", own_gradients(engine))
-    _digest(digests, mesh, "weight", "weight", whole_weights(engine))
+        _digest(digests, mesh, f"gradient of step {step}", own_gradients(engine))
+    _digest(digests, mesh, "weight", whole_weights(engine))
     return scalars, dict(digests)
 
 
-def _digest(into: Digests, mesh: Mesh, label: str, kind: str, parts: Iterable[Part]) -> None:
+def _digest(into: Digests, mesh: Mesh, label: str, parts: Iterable[Part]) -> None:
     for item, mine, where in parts:
         shape = item.placement.shape
         place = item.placement.part(torch.arange(math.prod(shape)).view(shape), mesh.layout, mesh.rank)
-        key = label, item.name, copy_of(mesh, item.placement, kind)
+        key = label, item.name, copy_of(mesh, item.placement, label)
         into[key] = (into[key] + digest(mine, place.reshape(-1)[where])) % 2**64
 
 

@@ -63,9 +63,6 @@ TRIPLES = (
     ("pipeline", "zero", "recompute"), ("tensor", "context", "documents"), ("tensor", "pipeline", "table"),
     ("data", "zero", "recompute"), ("context", "key/value heads", "dropout"),
 )  # fmt: skip
-# first weights that give routers and experts gradients well above the eps of the protocol's optimizer, which would else turn their rounding into
-# weights: a gradient norm was seen 12 times as far off as serial runs are
-WIDER: Settings = {"model.init_std": 0.1}
 # further values and dimensions for random cases
 MORE: Table = {
     "tensor": {"4": {"tensor": 4}, "4, tokens whole": {"tensor": 4, "sequence": False}},
@@ -81,10 +78,11 @@ MORE: Table = {
     },
     "micro-batch": {"4": {"micro_batch": 4}},
     "precision": {"fp64": {}},
+    "residual": {"compute": {}, "fp32": {"train.residual": "fp32"}},
     "experts": {
         "none": {},
-        "softmax": WIDER | {"model.moe.experts": 4, "model.moe.score_after": True, "model.moe.global_loss": 0.02, "model.moe.z_loss": 1e-3},
-        "sigmoid": WIDER | {
+        "softmax": {"model.moe.experts": 4, "model.moe.score_after": True, "model.moe.global_loss": 0.02, "model.moe.z_loss": 1e-3},
+        "sigmoid": {
             "model.moe.experts": 6, "model.moe.ffn": 24, "model.moe.score": "sigmoid", "model.moe.renormalise": True,
             "model.moe.groups": 3, "model.moe.groups_kept": 2, "model.moe.shared": 1, "model.moe.first_dense": 1,
             "model.moe.bias_rate": 1e-2, "model.moe.sequence_loss": 0.01,

@@ -1,24 +1,38 @@
-"""Low precision as users met it: a loss on the grid of bf16, weights too large for their updates, libraries that can do less (M10, M11, M13).
+"""Low precision as users met it: sums, loss and weights on the grid of bf16, sizes that are no blocks, libraries that can do less.
 
-M01 and M05 are in test_run, M03, M04, M09 and M12 in tests/precision, M06, M07 and M08 in tests/parity.
+M01, M08 and M12 in part; M05 is in test_run, more of M12, M03, M04 and M09 in tests/precision, M06 and M07 in tests/parity.
 """
+
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtmegatron import mesh as collectives
 from mtmegatron.config.constraints import check
 from mtmegatron.config.derived import layout_of
+from mtmegatron.layers.build import Build
+from mtmegatron.layers.embedding import PositionEmbedding
+from mtmegatron.layers.linear import Linear
+from mtmegatron.layers.norm import Norm
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Mesh
 from mtmegatron.ops.cross_entropy import linear_cross_entropy
-from mtmegatron.precision.gemm import Gemm
+from mtmegatron.parallel.data import Buckets
+from mtmegatron.precision.gemm import SIXTEEN_BITS, Gemm
 from mtmegatron.precision.types import TYPES
 from mtmegatron.train.engine import Engine
-from mtmegatron.verify.protocol import batches, laid_out
+from mtmegatron.verify.protocol import (
+    batches,
+    checks_of,
+    laid_out,
+    serial_reference,
+    world_of,
+)
 from tests.field.training import (
     engine_of,
     joined,
@@ -27,6 +41,7 @@ from tests.field.training import (
     parts_of,
     spread,
 )
+from tests.parity.test_precision import rank_run, serial_run
 from tests.tiny import tiny
 
 EPS32, EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -55,6 +70,93 @@ def weights_of(engine: Engine) -> dict:
     for bucket in engine.buckets.buckets:
         bucket.finish_gather()
     return parts_of(engine)
+
+
+# ---- M01: sums of gradients in every ZeRO stage ----
+
+
+class Uses(nn.Module):
+    """A parameter of each kind: of a linear function, of a norm, of a table."""
+
+    def __init__(self, build: Build):
+        super().__init__()
+        self.linear = Linear(1, 1, build, split=None, bias=True, std=1.0)
+        self.norm = Norm("rmsnorm", 1, 0.0, build)
+        self.table = PositionEmbedding(1, 1, build, std=1.0, decay=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.norm(x) + self.table(torch.zeros(1, dtype=torch.int64))
+
+
+def sums_rank(rank: int, world: int, zero: int) -> list[float]:
+    """The reduced gradients of `Uses` whose micro-gradients are 128 of 1 and 128 of 2^-9 on each rank, and the padding's."""
+    mesh = Mesh(Layout(data=world), rank, connect=True)
+    model = Uses(Build(mesh, torch.bfloat16))
+    names = {param: key for key, param in model.named_parameters()}
+    buckets = Buckets({"all": [model]}, names, mesh, TYPES["bf16"], zero=zero, bucket_bytes=2**20, overlap=True)
+    buckets.start()
+    buckets.complete = zero >= 2
+    for gradient in [1.0] * 128 + [2.0**-9] * 128:
+        buckets.before_forward("all")
+        y = model(torch.ones(1, 1, dtype=torch.bfloat16))
+        buckets.after_forward("all")
+        buckets.before_backward("all")
+        y.backward(torch.full((1, 1), gradient, dtype=torch.bfloat16))
+        buckets.after_backward("all")
+    buckets.finish()
+    return [g for bucket in buckets.buckets for g in bucket.own_gradients.tolist()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_m01_256_ones_and_256_small_gradients_are_256_and_a_half(zero, pool):
+    """DeepSpeed#1800: a sum in bf16 stays at 256. #5154: the copy in fp32 was not what got reduced."""
+    found = [g for gradients in pool.run(sums_rank, 2, zero) for g in gradients if g]
+    assert found == [256.5] * 4
+
+
+def gathered_rank(rank: int, world: int, layout: dict, micro_batch: int) -> float:
+    config = tiny(model={"layers": 1}, data={"sequence": 8}, train={"global_batch": 256, "micro_batch": micro_batch})
+    engine = engine_of(config, layout, rank, world, "bf16")
+    mine = batches(engine, 0)
+    return engine.gradients(mine, engine.count_tokens(mine))[2]
+
+
+def test_m01_256_micro_batches_have_the_norm_of_one(pool):
+    """In every ZeRO stage, to a thousandth."""
+    right = gathered_rank(0, 1, {}, 256)
+    for layout in ({}, *({"data": 2, "zero": zero} for zero in range(4))):
+        assert spread(pool, gathered_rank, layout, layout, 1) == [pytest.approx(right, rel=1e-3)] * world_of(layout)
+
+
+# ---- M08: sizes that no block of fp8 divides ----
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8", "blockwise"])
+@pytest.mark.parametrize("ffn", [176, 712])
+def test_m08_31_tokens_and_odd_widths_under_tensor_and_sequence_parallel(ffn, recipe, pool):
+    """ms-swift#9722 and others: padding that ignores the ranks. 62 tokens and 88 or 356 columns on a rank; the bound is that of tests/parity."""
+    changes = {"model": {"layers": 2, "ffn": ffn}, "data": {"sequence": 31}, "train": {"global_batch": 4}}
+    config = tiny(changes, train=changes["train"] | {"precision": f"fp8-{recipe}", "fp8": {"high_precision": []}})
+    trace, tensors = serial_run(config)
+    traces = [mine for mine, _ in pool.run(rank_run, 2, config, {"tensor": 2}, tensors)]
+    reference = replace(serial_reference(tiny(changes), ("fp32",)), exact=trace, tensors=tensors)
+    failed = [c for c in checks_of("tensor=2", "fp64", traces, reference) if not c.passed]
+    assert not failed, failed
+
+
+# ---- M12: clipping under a loss scale ----
+
+
+def test_m12_what_is_clipped_in_fp16_is_the_gradient_without_the_scale():
+    """transformers#40799: a clip of 0.1 of what is 65536 times as large leaves nothing."""
+    sgd = {"kind": "sgd", "momentum": 0.0, "clip": 0.1, "lr": 1.0, "decay": "constant", "weight_decay": 0.0}
+    engine = engine_of(tiny(model={"layers": 2}, optimizer=sgd), {}, precision="fp16")
+    before = [state.master.clone() for state in engine.optimizer.states]
+    result = engine.step(batches(engine, 0), 0)
+    moved = sum(float((state.master - b).double().square().sum()) for state, b in zip(engine.optimizer.states, before)) ** 0.5
+    # a master of at most 2 moves by a number that is rounded to its grid: n elements by half of 2^-23 each, in the square mean
+    rounding = 2**-24 * sum(b.numel() for b in before) ** 0.5
+    assert engine.loss_scale.scale == 65536 and result.grad_norm > 0.2 and moved == pytest.approx(0.1, rel=64 * EPS32, abs=rounding)
 
 
 # ---- M11: updates below half a step of the format ----
@@ -91,8 +193,24 @@ def test_m11_weights_of_norms_move_though_one_update_is_less_than_a_step_of_bf16
     assert (weights != 1).double().mean() > 0.5 and (weights < 1).any() and (weights > 1).any()
 
 
-def test_m11_no_precision_is_without_masters():
-    assert all(types.master == torch.promote_types(types.compute, torch.float32) for types in TYPES.values())
+def bare_rank(rank: int, world: int, layout: dict) -> tuple[bool, dict]:
+    """Whether any weight has a master, and the weights of norms after UPDATES."""
+    optimizer = STILL.optimizer.model_copy(update={"masters": False})
+    engine = engine_of(STILL.model_copy(update={"optimizer": optimizer}), layout, rank, world, "bf16")
+    for number in range(UPDATES):
+        engine.step(batches(engine, number), number)
+    kept = any(state.master is not state.values for state in engine.optimizer.states)
+    return kept, {key: part for key, part in weights_of(engine).items() if "norm" in key}
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2, "zero": 1}], ids=name)
+def test_m11_without_masters_they_move_too_as_updates_are_rounded_at_random(layout, pool):
+    """In place of a warning: of UPDATES updates that a rounding to the nearest would all lose, some arrive."""
+    ranks = spread(pool, bare_rank, layout, layout)
+    weights = torch.cat([part.flatten() for part in joined([parts for _, parts in ranks]).values()])
+    assert not any(kept for kept, _ in ranks)
+    # downwards a step of bf16 is 2^-8, about 4 updates; Adam's updates of one sign add up to some steps
+    assert (weights != 1).double().mean() > 0.5 and (weights < 1).any() and (weights > 1).any()
 
 
 # ---- M13: what the library of an accelerator cannot do ----
@@ -166,6 +284,59 @@ def test_m13_a_library_with_few_collectives_of_its_own_gives_the_run_of_one_proc
         for (loss, norm, fault), one in zip(found, right):
             assert not fault and (loss, norm) == pytest.approx((one.loss, one.grad_norm), rel=ROUNDING)
     assert largest_difference(joined([parts for *_, parts in ranks]), joined([parts_of(engine)])) < ROUNDING
+
+
+def narrow_sum(original):
+    """A sum of the library that refuses 16 bits, as one in 16 bits would not be seen in a test of small sums."""
+
+    def call(*args, **kwargs):
+        assert not any(x.dtype in SIXTEEN_BITS for x in args if isinstance(x, torch.Tensor)), "16 bits were left to the library to add"
+        return original(*args, **kwargs)
+
+    return call
+
+
+def narrow_rank(rank: int, world: int, narrow: bool) -> list[list[float]]:
+    """Sums of bf16 and of fp32 over the ranks, small and large, begun and whole, where the library adds in 16 bits or not."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, function in ((dist, "all_reduce"), (collectives, "_reduce_scatter")) if narrow else ():
+            patch.setattr(module, function, narrow_sum(getattr(module, function)))
+        axis = Mesh(Layout(tensor=world), rank, connect=True, ordered_sum=False, shared=False, narrow_sum=narrow)["tensor"]
+        for dtype in (torch.bfloat16, torch.float32) if narrow else (torch.float32,):
+            for size in (8, 2 * collectives.SMALL):
+                x = torch.full((size,), (256.0, 0.5, 0.5, 1.0)[rank] + (rank * 2.0**-20 if dtype == torch.float32 else 0), dtype=dtype)
+                y = x.float()
+                sums = [axis.all_reduce(x.clone()), axis.start_all_reduce(x.clone()).wait(), axis.reduce_scatter(x.clone())]
+                sums += [axis.start_reduce_scatter(y, torch.bfloat16).wait()] if dtype == torch.bfloat16 else []
+                found.append([float(s.unique().item()) for s in sums])
+    return found
+
+
+def test_m13_16_bits_are_added_in_fp32_where_the_library_would_not(pool):
+    """Megatron-LM-FL#179: in bf16, 256 + 0.5 + 0.5 + 1 is 256 after each addition. Sums in fp32 stay the library's, bit for bit."""
+    for found in pool.run(narrow_rank, 4, True):
+        assert found[:2] == [[258.0] * 4] * 2
+        assert found[2:] == pool.run(narrow_rank, 4, False)[0]
+
+
+def narrow_run_rank(rank: int, world: int, layout: dict, narrow: bool) -> tuple[list, dict]:
+    own = check(laid_out(tiny(model={"layers": 2}), layout, "bf16"), world)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, function in ((dist, "all_reduce"), (collectives, "_reduce_scatter")) if narrow else ():
+            patch.setattr(module, function, narrow_sum(getattr(module, function)))
+        engine = Engine(own, Mesh(layout_of(own), rank, connect=True, ordered_sum=not narrow, shared=False, narrow_sum=narrow))
+        results = [engine.step(batches(engine, number), number) for number in range(2)]
+        return [(r.loss, r.grad_norm) for r in results], weights_of(engine)
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 2, "sequence": False}, {"data": 2, "zero": 2, "reduce": "bf16"}], ids=name)
+def test_m13_a_run_on_such_a_library_is_the_run_on_gloo(layout, pool):
+    """Bit for bit: of two ranks, a sum in fp32 has one order."""
+    runs = [pool.run(narrow_run_rank, 2, layout, narrow) for narrow in (True, False)]
+    assert runs[0][0][0] == runs[1][0][0]
+    narrow, right = (joined([parts for _, parts in ranks]) for ranks in runs)
+    assert all(torch.equal(narrow[key], right[key]) for key in right)
 
 
 SIZES = (3, 0, 5, 1)

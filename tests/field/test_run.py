@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mtmegatron.checkpoint.folder import Folder
+from mtmegatron.checkpoint.state import load, save
+from mtmegatron.config import constraints
 from mtmegatron.errors import UserError
 from mtmegatron.layout import Layout
 from mtmegatron.mesh import Mesh
@@ -187,17 +190,27 @@ def test_m10_a_bf16_loss_near_36_has_no_grid():
 # ---- the optimizer in a run ----
 
 
-def decayed_rank(rank, world, layout, changes):
-    """How a step with zero gradients, rate 0.1 and decay 0.1 changes each parameter: the ratio new / old, by name."""
-    engine = engine_of(tiny(changes, optimizer={"weight_decay": 0.1}), layout, rank, world, "fp32")
+def decayed_rank(rank, world, layout, changes, folder=None):
+    """How a step with zero gradients, rate 0.1 and decay 0.1 changes each parameter and buffer: the ratio new / old, by name.
+
+    `folder`: the step is made by a run that is resumed from a checkpoint there."""
+    config = tiny(changes, optimizer=changes.get("optimizer", {}) | {"weight_decay": 0.1})
+    engine = engine_of(config, layout, rank, world, "fp32")
     with torch.no_grad():
-        for param in engine.model.parameters():
-            param.add_(0.25)  # so that zeros show too
+        for tensor in (*engine.model.parameters(), *filter(torch.is_floating_point, engine.buckets.buffers.values())):
+            tensor.add_(0.25)  # so that zeros show too
     engine.optimizer.refresh_masters()
+    if folder is not None:
+        save(Folder(folder), 1, engine.optimizer, engine.mesh, {})
+        engine = engine_of(config, layout, rank, world, "fp32")
+        load(Folder(folder).open(1), engine.optimizer, engine.mesh)
+        engine.optimizer.publish()
+    buffers = {key: buffer.clone() for key, buffer in engine.buckets.buffers.items()}
     before = parts_of(engine)
     engine.buckets.start()
     engine.buckets.finish()
     engine.optimizer.step(0.1, 1.0)
+    assert all(torch.equal(buffer, buffers[key]) for key, buffer in engine.buckets.buffers.items()), "biases of routers are none of it"
     return {key: (value / before[key][2]).ravel() for key, (_, _, value) in parts_of(engine).items()}
 
 
@@ -213,17 +226,35 @@ FAMILIES = {
             "bias_mlp": True,
         }
     },
+    "qwen3": {"model": {"qk_norm": True}},
+    "mixtral": {"model": {"moe": {"experts": 4}}},
+    "deepseek": {
+        "model": {
+            "kv_heads": None, "latent": {"kv_rank": 16, "query_rank": 24, "nope": 8, "rope": 8, "value": 8}, "prediction": {},
+            "moe": {"experts": 4, "shared": 1, "bias_rate": 0.001, "score": "sigmoid", "first_dense": 1},
+        }
+    },
     "embeddings": {"optimizer": {"decay_embeddings": True}, "model": {"positions": "learned"}},
 }
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"data": 2, "zero": 1}, {"tensor": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name
+    "layout", [{}, {"data": 2, "zero": 1}, {"data": 2, "zero": 2}, {"tensor": 2}, {"pipeline": 2, "data": 2, "zero": 1}], ids=name
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_o02_matrices_decay_and_norms_biases_and_tables_do_not(family, layout, pool):
+    check_decay(family, spread(pool, decayed_rank, layout, layout, FAMILIES[family]))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "deepseek"])
+def test_o02_after_a_resume_too(family, pool, tmp_path):
+    layout = {"data": 2, "zero": 1}
+    check_decay(family, spread(pool, decayed_rank, layout, layout, FAMILIES[family], tmp_path))
+
+
+def check_decay(family, ranks):
     seen = set()
-    for ratios in spread(pool, decayed_rank, layout, layout, FAMILIES[family]):
+    for ratios in ranks:
         for key, ratio in ratios.items():
             table = key.startswith(("embedding", "positions"))
             decays = family == "embeddings" if table else not key.endswith("bias") and "norm" not in key
@@ -283,6 +314,28 @@ def test_o09_a_parameter_without_gradient_at_first_is_corrected_by_the_updates_m
         assert (weight.detach() - before).numpy() == pytest.approx(
             -1e-2 * m / (math.sqrt(v) + 1e-8), rel=64 * EPS64, abs=EPS64
         )
+
+
+ONE_BIT = {"model": {"layers": 2}, "optimizer": {"kind": "onebit-adam", "onebit": {"freeze": 2}, "clip": 0.1}}
+
+
+def one_bit_rank(rank, world, layout):
+    engine = engine_of(tiny(ONE_BIT), layout, rank, world, "fp32")
+    results = [engine.step(batches(engine, step), step) for step in range(4)]
+    return [(r.fault, r.grad_norm) for r in results], engine.buckets.reduces
+
+
+@pytest.mark.parametrize("layout", [{"data": 2, "zero": 1}, {"tensor": 2, "data": 2, "zero": 1}], ids=name)
+def test_o07_one_bit_adam_runs_with_zero_1_and_a_clip(layout, pool):
+    """DeepSpeed#5046, #742. The clip takes part in both stages."""
+    for results, reduces in spread(pool, one_bit_rank, layout, layout):
+        assert not reduces and all(not fault and norm > 0.1 for fault, norm in results)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_o07_with_zero_2_and_3_the_pair_is_refused_by_name(zero):
+    (line,) = constraints.faults(tiny(ONE_BIT, parallel={"zero": zero}), 2)
+    assert line.startswith(f"`parallel.zero: {zero}` with `optimizer.kind: onebit-adam`: ") and "remove that, or use another kind" in line
 
 
 @pytest.mark.parametrize("clip", [0.1, 0.0, 1e6])

@@ -71,6 +71,16 @@ def test_the_layer_is_its_definition(moe):
         torch.testing.assert_close(layer(x, made.model._where(batch, None, None)), expected)
 
 
+@pytest.mark.parametrize(
+    "logits, precision, wide", [("fp32", "fp64", torch.float64), ("fp64", "fp32", torch.float64), ("fp32", "bf16", torch.float32)]
+)  # fmt: skip
+def test_the_router_works_in_the_wider_of_its_own_type_and_that_of_the_run(logits, precision, wide):
+    layer = layers(engine(SMALL | {"logits": logits}, precision))[0]
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(layer.router.weight.dtype)
+    found = layer.router(x, None)
+    assert found.dtype == wide and torch.equal(found, x.to(wide) @ layer.router.weight.to(wide).t())
+
+
 def within_capacity(layer: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The choices by the router, those beyond the capacity taken out one by one."""
     routing = route(x @ layer.router.weight.t(), layer.moe, layer.bias)

@@ -7,7 +7,7 @@ that hypothesis thinks of; together they must cover each parameter exactly once 
 import json
 import math
 from collections import Counter, defaultdict
-from itertools import product
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 from mtmegatron.cli.info import describe, info_command, readable_bytes
 from mtmegatron.config import Config, check, load
 from mtmegatron.config.derived import layout_of
+from mtmegatron.config.model import ModelConfig
 from mtmegatron.config.schema import ParallelConfig
 from mtmegatron.data.loader import micro_batches
 from mtmegatron.layers.build import Build
@@ -46,6 +47,8 @@ from mtmegatron.models.size import (
     split_layers,
     training_flops,
 )
+from mtmegatron.models.stages import build_chunks
+from mtmegatron.parallel.pipeline.schedule import placement_of
 from mtmegatron.train.engine import Engine
 from mtmegatron.verify.protocol import RandomSamples
 from tests.tiny import GPT2, tiny
@@ -80,7 +83,7 @@ KINDS = {
 def part(config: Config, layout: Layout, rank: int) -> Decoder:
     """The model part of a rank, on the meta device."""
     stage, stages = layout.coordinate(rank, "pipeline"), layout.pipeline
-    layers = split_layers(config.model, stages, config.data.sequence, config.parallel.pipeline_layers)[stage]
+    layers = split_layers(config.model, range(stages), config.data.sequence, config.parallel.pipeline_layers)[stage]
     with torch.device("meta"):
         return Decoder(config, Build(Mesh(layout, rank)), layers, stage == 0, stage == stages - 1)
 
@@ -144,14 +147,59 @@ def test_no_split_has_a_cheaper_dearest_stage(pattern, stages, ffn, vocab, predi
         costs[-1] += head_flops(model) + prediction_flops(model, 32)
         return max(costs)
 
-    mine = tuple(map(len, split_layers(model, stages, 32)))
+    mine = tuple(map(len, split_layers(model, range(stages), 32)))
     every = [c for c in product(range(len(pattern) + 1), repeat=stages) if sum(c) == len(pattern)]
     assert mine in every and dearest(mine) == pytest.approx(min(map(dearest, every)), rel=1e-4)
 
 
+V = [
+    (2, 6, 259, [2, 1, 2, 1]), (2, 6, 4000, [0, 3, 3, 0]), (2, 4, 131, [1, 1, 1, 1]), (4, 12, 400, [2, 1, 1, 1, 2, 2, 2, 1]),
+    (3, 2, 131, [0, 0, 0, 1, 1, 0]), (1, 5, 259, [3, 2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("pipeline, layers, vocab, counts", V)
+def test_the_split_of_a_v_evens_out_its_ranks(kind, pipeline, layers, vocab, counts):
+    """The head costs 0.3, 5, 0.2, 0.5, 0.2 and 0.3 blocks."""
+    model = check(tiny(model={"layers": layers, "vocab": vocab}), 1).model
+    assert [len(stage) for stage in split_layers(model, [rank for rank, _ in placement_of(kind, pipeline, 2)], 32)] == counts
+
+
+def test_the_split_of_a_v_is_that_of_the_engine():
+    config = check(tiny(model={"layers": 6}, parallel={"pipeline": 2, "schedule": "zb-v"}), 2)
+    ranks = [build_chunks(config, Build(Mesh(layout_of(config), rank, "meta"))) for rank in range(2)]
+    assert [[list(chunk.layers) for chunk in chunks] for chunks in ranks] == [[["0", "1"], ["5"]], [["2"], ["3", "4"]]]
+
+
+def costs_of_ranks(model: ModelConfig, split: list[range], ranks: list[int]) -> list[float]:
+    costs = [0.0] * (max(ranks) + 1)
+    for stage, rank in zip(split, ranks):
+        costs[rank] += sum(block_flops(model, 32, expert_blocks(model)[i]) for i in stage)
+    costs[ranks[0]] += 0.1 * block_flops(model, 32, expert_blocks(model)[0])
+    costs[ranks[-1]] += head_flops(model) + prediction_flops(model, 32)
+    return costs
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 400), st.sampled_from([8, 259, 1000, 4000]), st.sampled_from([2, 3]))
+def test_no_split_of_a_v_has_a_cheaper_dearest_rank(pattern, ffn, vocab, pipeline):
+    """Against all splits there are where blocks are alike; where they are not, it is at least no worse than alike stages."""
+    experts = {"moe": {"experts": 4, "ffn": ffn, "pattern": pattern}} if any(pattern) else {}
+    model = check(tiny(model={"layers": len(pattern), "vocab": vocab} | experts), 1).model
+    ranks = [*range(pipeline), *reversed(range(pipeline))]
+    mine = max(costs_of_ranks(model, split_layers(model, ranks, 32), ranks))
+    rounding = 1 + 1e-4  # costs are compared as whole numbers
+    assert mine <= max(costs_of_ranks(model, split_layers(model, range(2 * pipeline), 32), ranks)) * rounding
+    if len(set(pattern)) == 1:
+        cuts = combinations_with_replacement(range(len(pattern) + 1), 2 * pipeline - 1)
+        every = ([range(a, b) for a, b in zip((0, *cut), (*cut, len(pattern)))] for cut in cuts)
+        assert mine <= min(max(costs_of_ranks(model, split, ranks)) for split in every) * rounding
+
+
 def test_dear_blocks_of_experts_are_fewer_on_a_stage_than_dense_ones():
     model = check(tiny(model={"layers": 8, "moe": {"experts": 8, "top_k": 8, "first_dense": 4}, "vocab": 8}), 1).model
-    assert [len(stage) for stage in split_layers(model, 2, 32)] == [6, 2]
+    assert [len(stage) for stage in split_layers(model, range(2), 32)] == [6, 2]
 
 
 @st.composite
@@ -224,7 +272,7 @@ def test_every_rank_holds_the_key_heads_that_its_query_heads_read(case):
 def test_no_layer_is_lost_between_stages(layers, pipeline):
     """Field bug P24."""
     config = check(tiny(model={"layers": layers}, parallel={"pipeline": pipeline}), pipeline)
-    split = split_layers(config.model, pipeline, 32)
+    split = split_layers(config.model, range(pipeline), 32)
     assert [layer for stage in split for layer in stage] == list(range(layers))
     held = Counter(n for r in range(pipeline) for n, _ in part(config, layout_of(config), r).named_parameters())
     assert set(held.values()) == {1} and held.keys() == whole_shapes(config).keys()

@@ -53,9 +53,22 @@ def test_layer_norm_is_the_formula(dtype, bias):
     assert_near(gradients(call(layer_norm), *inputs), expected, ROUNDINGS)
 
 
-def test_layer_norm_with_weights_of_another_dtype_returns_the_input_dtype():
-    out = layer_norm(leaf(T, D, dtype=torch.bfloat16), leaf(D, dtype=torch.float32), leaf(D, dtype=torch.float32), EPS)
-    assert out.dtype == torch.bfloat16
+@pytest.mark.parametrize("bias", [True, False, None], ids=["bias", "no bias", "rms"])
+def test_a_wide_sum_is_normed_into_the_dtype_of_the_weight_and_rounded_once(bias):
+    """A residual in fp32 beside weights in bf16: neither the sum nor its gradient is rounded on the way."""
+    x, delta = leaf(T, D, dtype=torch.float32), leaf(T, D, dtype=torch.bfloat16, seed=1)
+    inputs = [x, delta, *(leaf(D, dtype=torch.bfloat16, seed=2 + i) for i in range(2 if bias else 1))]
+    incoming = leaf(T, D, dtype=torch.float32, seed=4).detach(), leaf(T, D, dtype=torch.bfloat16, seed=5).detach()
+
+    def run(x, delta, weight, shift=None):
+        both = add_rms_norm(x, delta, weight, EPS) if bias is None else add_layer_norm(x, delta, weight, shift, EPS)
+        used = [t for t in (x, delta, weight, shift) if t is not None]
+        return both, torch.autograd.grad(both, used, [g.to(y.dtype) for g, y in zip(incoming, both)])
+
+    ((total, normed), (dx, ddelta, *rest)), (right, (right_dx, *_)) = run(*inputs), run(*double(*inputs))
+    assert (total.dtype, normed.dtype, dx.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    assert_near([total, normed, dx], [*right, right_dx], ROUNDINGS)
+    assert torch.equal(ddelta, dx.bfloat16()) and all(t.dtype == torch.bfloat16 for t in rest)
 
 
 @each_dtype

@@ -6,7 +6,7 @@ import pytest
 
 from mtmegatron.mesh import Axis
 from mtmegatron.verify.canonical import canonical, compare_bits, run
-from mtmegatron.verify.protocol import describe
+from tests.parity.common import name
 from tests.tiny import GPT2, tiny
 
 MODELS = {
@@ -30,10 +30,6 @@ STEPS = 3
 @cache
 def model(name: str):
     return canonical(tiny(MODELS[name]))
-
-
-def name(value) -> str:
-    return value if isinstance(value, str) else describe(value)
 
 
 @pytest.mark.parametrize("which, layout, precision", CASES, ids=name)

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from mtmegatron.models.generation import Options, generate
-from mtmegatron.verify.protocol import compare, describe, serial_reference
+from mtmegatron.verify.protocol import serial_reference
 from tests.field.test_recompute import different
 from tests.models.test_generation import (
     DRAWN,
@@ -16,6 +16,7 @@ from tests.models.test_generation import (
     prompts_of,
     saved,
 )
+from tests.parity.common import equals_serial, name
 from tests.tiny import tiny
 
 SIZES = {"query_rank": 24, "kv_rank": 20, "nope": 12, "rope": 8, "value": 10}
@@ -50,16 +51,11 @@ def reference(model: str):
     return serial_reference(tiny(MODELS[model]), ("fp32", "bf16"))
 
 
-def name(value) -> str:
-    return value if isinstance(value, str) else describe(value)
-
-
 @pytest.mark.parametrize(
     "model, layout, precision", [(*case, "fp64") for case in CASES] + [(*case, p) for case in ROUNDED for p in ("fp32", "bf16")], ids=name
 )
 def test_layout_equals_serial(model, layout, precision, pool):
-    failed = [c for c in compare(tiny(MODELS[model]), layout, precision, reference(model), pool) if not c.passed]
-    assert not failed, failed
+    equals_serial(tiny(MODELS[model]), layout, precision, reference(model), pool)
 
 
 # ---- recomputation has the same bits in every layout ----

@@ -6,7 +6,8 @@ from functools import cache
 
 import pytest
 
-from mtmegatron.verify.protocol import compare, describe, serial_reference
+from mtmegatron.verify.protocol import serial_reference
+from tests.parity.common import equals_serial, name
 from tests.tiny import GPT2, tiny
 
 MODELS = {
@@ -32,12 +33,7 @@ def reference(model: str):
     return serial_reference(tiny(MODELS[model]), ("fp32", "bf16"))
 
 
-def name(value) -> str:
-    return value if isinstance(value, str) else describe(value)
-
-
 @pytest.mark.parametrize("model, layout", CASES, ids=name)
 def test_layout_equals_serial(model, layout, pool):
     for precision in ("fp64", "fp32", "bf16"):
-        failed = [c for c in compare(tiny(MODELS[model]), layout, precision, reference(model), pool) if not c.passed]
-        assert not failed, failed
+        equals_serial(tiny(MODELS[model]), layout, precision, reference(model), pool)

@@ -15,13 +15,8 @@ from mtmegatron.ops import router as routers
 from mtmegatron.train.engine import Engine
 from mtmegatron.verify import protocol
 from mtmegatron.verify.generate import Space, changed
-from mtmegatron.verify.protocol import (
-    FACTOR,
-    compare,
-    describe,
-    run_layout,
-    serial_reference,
-)
+from mtmegatron.verify.protocol import FACTOR, describe, run_layout, serial_reference
+from tests.parity.common import equals_serial
 from tests.tiny import tiny
 
 MIXTRAL = {"experts": 8, "top_k": 2, "ffn": 40, "score_after": True, "aux_loss": 0.02, "z_loss": 1e-3}
@@ -79,15 +74,13 @@ def name(value) -> str:
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_every_pair_equals_serial(case, pool):
     config = changed(BASE, case.changes)
-    failed = [c for c in compare(config, case.layout, "fp64", reference(case.choice["router"]), pool) if not c.passed]
-    assert not failed, failed
+    equals_serial(config, case.layout, "fp64", reference(case.choice["router"]), pool)
 
 
 @pytest.mark.parametrize("router, layout", WIDE, ids=name)
 def test_wide_layouts_equal_serial(router, layout, pool):
     config = changed(BASE, {"model.moe": ROUTERS[router]})
-    failed = [c for c in compare(config, layout, "fp64", reference(router), pool) if not c.passed]
-    assert not failed, failed
+    equals_serial(config, layout, "fp64", reference(router), pool)
 
 
 def test_one_pair_alone_is_left_out():
@@ -98,8 +91,7 @@ def test_one_pair_alone_is_left_out():
 @pytest.mark.parametrize("router, layout", SINGLE, ids=name)
 def test_layout_equals_serial_in_fp32(router, layout, pool):
     config = changed(BASE, {"model.moe": ROUTERS[router]})
-    failed = [c for c in compare(config, layout, "fp32", reference(router), pool) if not c.passed]
-    assert not failed, failed
+    equals_serial(config, layout, "fp32", reference(router), pool)
 
 
 def test_what_a_micro_batch_defines_is_compared_with_that_micro_batch():
@@ -167,5 +159,4 @@ def test_choices_stand_apart_by_more_than_rounding_can_move_them(router, monkeyp
 @pytest.mark.parametrize("router, layout", SEPARATED, ids=name)
 def test_layout_equals_serial_where_choices_stand_apart(router, layout, precision, pool):
     config = changed(BASE, {"model.moe": ROUTERS[router]})
-    failed = [c for c in compare(config, layout, precision, separated(router), pool) if not c.passed]
-    assert not failed, failed
+    equals_serial(config, layout, precision, separated(router), pool)

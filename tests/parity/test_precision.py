@@ -5,7 +5,7 @@ a step of the format. So layouts are compared with all else in fp64: rounding is
 rounding does to the run without fp8 (the bound of mtmegatron/verify/protocol.py), a billionth of what one wrong scale would cost.
 """
 
-import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -28,6 +28,7 @@ from mtmegatron.verify.protocol import (
     Trace,
     _steady,
     _steps,
+    checks_of,
     copy_of,
     describe,
     laid_out,
@@ -44,12 +45,23 @@ OTHERS = [
     {"tensor": 2, "sequence": False}, {"data": 2, "zero": 3}, {"pipeline": 2, "schedule": "zb-h1"}, {"tensor": 2, "context": 2, "zero": 1},
     {"tensor": 2, "pipeline": 2, "recompute": "selective"}, {"recompute": "full"},
 ]  # fmt: skip
-CASES = [(recipe, layout) for recipe in RECIPES for layout in SPLIT] + [(recipe, layout) for recipe in ("delayed", "blockwise") for layout in OTHERS]
+MODELS = {"dense": {}, "moe": {"moe": {"experts": 4, "ffn": 88, "aux_loss": 0.02, "shared": 1, "shared_gate": True}, "layers": 2, "init_std": 0.1}}
+EXPERTS = [  # tokens of several micro-batches meet at an expert, or parts of its columns lie on ranks
+    {"data": 2, "expert": 2, "zero": 3}, {"tensor": 2, "expert_tensor": 2}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2},
+]  # fmt: skip
+MORE = [
+    {"context": 2, "data": 2, "expert": 4, "dispatch_parts": 2},
+    {"data": 2, "expert": 2, "dispatcher": "allgather"}, {"pipeline": 2, "data": 2, "schedule": "zb-h1", "expert": 2},
+    {"data": 2, "expert_tensor": 2, "recompute": "selective", "parts": ["norm", "activation", "up"], "zero": 1},
+]  # fmt: skip
+CASES = [("dense", recipe, layout) for recipe in RECIPES for layout in SPLIT]
+CASES += [("dense", recipe, layout) for recipe in ("delayed", "blockwise") for layout in OTHERS]
+CASES += [("moe", recipe, layout) for recipe in RECIPES for layout in EXPERTS] + [("moe", "blockwise", layout) for layout in MORE]
 
 
-def config_of(recipe: str, **train) -> Config:
+def config_of(recipe: str, model: str = "dense") -> Config:
     """The micro-batch, which has its own scales, is the same in all layouts."""
-    return tiny(train={"precision": f"fp8-{recipe}", **ALL, **train})
+    return tiny(model=MODELS[model], train={"precision": f"fp8-{recipe}", **ALL})
 
 
 def engine_of(config: Config, layout: dict, rank: int, world: int, wide: bool) -> Engine:
@@ -83,61 +95,47 @@ def rank_run(rank: int, world: int, config: Config, layout: dict, tensors: dict)
 
 
 @cache
-def serial(recipe: str) -> tuple[Trace, dict]:
-    return serial_run(config_of(recipe))
+def serial(recipe: str, model: str = "dense") -> tuple[Trace, dict]:
+    return serial_run(config_of(recipe, model))
 
 
 @cache
-def rounding():
+def rounding(model: str = "dense"):
     """What rounding to fp32 does to this model without fp8."""
-    return serial_reference(tiny(), ("fp32",))
+    return serial_reference(tiny(model=MODELS[model]), ("fp32",))
 
 
-def bound(kind: str, name: str, right: torch.Tensor) -> float:
-    plain = max(rounding().rounding["fp32"][kind, name], EPS[torch.float32] * float(right.norm()))
-    return FACTOR * plain * EPS[torch.float64] / EPS[torch.float32]
-
-
-@pytest.mark.parametrize("recipe, layout", CASES, ids=lambda value: value if isinstance(value, str) else describe(value))
-def test_a_layout_quantises_as_one_process_does(recipe, layout, pool):
-    trace, tensors = serial(recipe)
-    world, config = world_of(layout), config_of(recipe)
+@pytest.mark.parametrize("model, recipe, layout", CASES, ids=lambda value: value if isinstance(value, str) else describe(value))
+def test_a_layout_quantises_as_one_process_does(model, recipe, layout, pool):
+    trace, tensors = serial(recipe, model)
+    world, config = world_of(layout), config_of(recipe, model)
     runs = [rank_run(0, 1, config, layout, tensors)] if world == 1 else pool.run(rank_run, world, config, layout, tensors)
-    plain = rounding()
-    ratio = FACTOR * EPS[torch.float64] / EPS[torch.float32]
-    for mine, _ in runs:
-        for what in ("losses", "norms"):
-            found, right = getattr(mine, what), getattr(trace, what)
-            floor = max(abs(a - b) for t in plain.serial["fp32"] for a, b in zip(getattr(t, what), getattr(plain.exact, what)))
-            assert max(abs(a - b) for a, b in zip(found, right)) <= ratio * max(floor, EPS[torch.float32] * max(right)), what
-    totals: dict[tuple, float] = {}
-    for mine, _ in runs:
-        for key, error in mine.errors.items():
-            totals[key] = totals.get(key, 0.0) + error
-    assert {(kind, name) for kind, name, _ in totals} == {(kind, name) for kind in ("gradient", "weight") for name in tensors[kind]}
-    for (kind, name, _), error in totals.items():
-        assert math.sqrt(error) <= bound(kind, name, tensors[kind][name]), (kind, name)
+    reference = replace(rounding(model), exact=trace, tensors=tensors)
+    failed = [c for c in checks_of(describe(layout), "fp64", [mine for mine, _ in runs], reference) if not c.passed]
+    assert not failed, failed
     if recipe == "delayed":
         histories = [found for _, found in runs]
         assert all(a[name] == b[name] for a in histories for b in histories for name in a.keys() & b.keys())
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_m07_recomputation_has_the_bits_of_the_forward(recipe):
+@pytest.mark.parametrize("model", MODELS)
+def test_m07_recomputation_has_the_bits_of_the_forward(model, recipe):
     """TransformerEngine#1723: with the amax of the step's end, backward's second forward was another one."""
-    config = config_of(recipe)
-    runs = [serial_run(config, layout={"recompute": mode}, wide=False) for mode in ("none", "full", "selective")]
+    selective = {"recompute": "selective"} | ({"parts": ["norm", "activation", "up"]} if model == "moe" else {})
+    runs = [serial_run(config_of(recipe, model), layout=layout, wide=False) for layout in ({}, {"recompute": "full"}, selective)]
     for trace, kept in runs[1:]:
         assert trace.losses == runs[0][0].losses and trace.norms == runs[0][0].norms
         assert all(torch.equal(kept["weight"][name], w) for name, w in runs[0][1]["weight"].items())
 
 
-def test_one_flipped_code_would_be_seen():
+@pytest.mark.parametrize("model, name", [("dense", "layers.1.mlp.down.weight"), ("moe", "layers.1.mlp.experts.down")])
+def test_one_flipped_code_would_be_seen(model, name):
     """The bounds above are far below a step of the format: a scale that is off by a billionth part of it in one layer fails them."""
-    trace, tensors = serial("rowwise")
-    name = "layers.1.mlp.down.weight"
-    step = 2.0**-4 * float(tensors["gradient"][name].abs().max())
-    assert bound("gradient", name, tensors["gradient"][name]) < 1e-6 * step
+    key = "gradient of step 0", name
+    gradient = serial("rowwise", model)[1][key[0]][name]
+    plain = max(rounding(model).rounding["fp32"][key], EPS[torch.float32] * float(gradient.norm()))
+    assert FACTOR * plain * EPS[torch.float64] / EPS[torch.float32] < 1e-6 * 2.0**-4 * float(gradient.abs().max())
 
 
 # ---- scales and codes on ranks that hold parts ----
@@ -201,3 +199,35 @@ def test_context_ranks_agree_on_the_scales_of_the_weight_gradient(recipe, pool):
     whole = torch.tensor(tokens_of(0, 1, recipe), dtype=torch.float64)
     parts = torch.tensor(pool.run(tokens_of, 2, recipe), dtype=torch.float64).sum(0)
     assert torch.allclose(parts, whole, rtol=64 * EPS[torch.float64], atol=64 * EPS[torch.float64] * float(whole.abs().max()))
+
+
+def outputs_of(rank: int, world: int, recipe: str, updates: int) -> tuple[list, list]:
+    """Outputs of a layer whose tokens are shared by ranks, those of the second 100 times as large; types and widths of what travelled."""
+    layout = Layout(tensor=world, sequence=world > 1)
+    mesh, found, sent = Mesh(layout, rank, connect=world > 1), RECIPES[recipe], []
+    axis = mesh["tensor"]
+    travel = axis.all_gather
+    axis.all_gather = lambda x, *rest, **more: (sent.append((str(x.dtype), x.shape[-1])), travel(x, *rest, **more))[1]
+    layer = Linear(72, 8, Build(mesh, torch.float64), split="columns", bias=False, std=1.0)
+    layer.weight.data.copy_(torch.linspace(-1, 1, 8 * 72).view(8, 72).chunk(world)[rank])
+    fp8 = Fp8(found, "e4m3", layout, rank, histories=Histories((axis,), 4, 0, 1) if found.delayed else None)
+    layer.multiply_in_fp8(fp8)
+    x = torch.randn(64, 72, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    x[32:] *= 100
+    with torch.no_grad():
+        for update in range(updates):
+            fp8.start(update)
+            y = project(x.chunk(world)[rank], layer)
+            if fp8.histories:
+                fp8.histories.finish()
+    return y.tolist(), sent
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_codes_of_activations_travel_and_give_what_numbers_would(recipe, pool):
+    whole, _ = outputs_of(0, 1, recipe, updates=2)
+    parts = pool.run(outputs_of, 2, recipe, 2)
+    together = torch.cat([torch.tensor(y, dtype=torch.float64) for y, _ in parts], 1)
+    right = torch.tensor(whole, dtype=torch.float64)
+    assert (together - right).abs().max() <= 72 * EPS[torch.float64] * right.abs().max()
+    assert {kind for kind, width in parts[0][1] if width == 72} == {"torch.uint8"}

@@ -5,8 +5,9 @@ from functools import cache
 
 import pytest
 
-from mtmegatron.verify.protocol import batches, compare, describe, serial_reference
+from mtmegatron.verify.protocol import batches, describe, serial_reference
 from tests.field.training import engine_of, spread
+from tests.parity.common import equals_serial, name
 from tests.tiny import GPT2, tiny
 
 CHAIN = {"width": 32, "ffn": 88, "vocab": 131, "prediction": {"depth": 2}}
@@ -46,15 +47,10 @@ def precisions(model: str) -> tuple[str, ...]:
     return ("fp32", "bf16") if model == "dropout" else ("fp32",)
 
 
-def name(value) -> str:
-    return value if isinstance(value, str) else describe(value)
-
-
 @pytest.mark.parametrize("model, layout", CASES, ids=name)
 def test_layout_equals_serial(model, layout, pool):
     for precision in ("fp64", *precisions(model)):
-        failed = [c for c in compare(tiny(SMALL, MODELS[model]), layout, precision, reference(model), pool) if not c.passed]
-        assert not failed, failed
+        equals_serial(tiny(SMALL, MODELS[model]), layout, precision, reference(model), pool)
 
 
 # ---- the loss of each depth, and evaluation ----

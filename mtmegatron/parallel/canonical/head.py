@@ -58,7 +58,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 dlogits = (dlogits * scale).to(hidden.dtype)
                 for cell, block in blocks:
                     dhidden[rows] += exact.integers(product(dlogits[:, cell], block), GRADIENT)
-                    cut.weight.grad_sum[cell] += exact.integers(product(dlogits[:, cell].t(), whole[rows]), GRADIENT)
+                    if cut.weight.requires_grad:
+                        cut.weight.grad_sum[cell] += exact.integers(product(dlogits[:, cell].t(), whole[rows]), GRADIENT)
         if record:
             total = loss.axis.reduce_scatter(dhidden) if loss.sequence else loss.axis.all_reduce(dhidden)
             ctx.save_for_backward(number(total, GRADIENT, hidden.dtype))

@@ -20,6 +20,7 @@ from mtmegatron.parallel.canonical.exact import (
     packed,
     product,
 )
+from mtmegatron.parallel.gradient import trained
 from mtmegatron.parallel.recompute import remake_of
 from mtmegatron.parallel.tensor import Moves
 
@@ -73,7 +74,7 @@ class _Linear(torch.autograd.Function):
                 bias.grad_sum += exact.integers(part, GRADIENT).sum(0)
         dy = moves.axis.all_gather(dy) if moves.after == "scatter" else dy
         dx = _input_gradient(moves, exact, cuts, dy) if ctx.needs_input_grad[0] else None
-        if cuts[0].weight.requires_grad:
+        if trained([cut.weight for cut in cuts]):
             x = ctx.remake() if ctx.remake else ctx.saved_tensors[0]
             moves.queue.add(_weight_gradients(moves, exact, cuts, dy, x))
         return dx, *[None] * (5 + len(cuts) + len(ctx.biases))

@@ -15,7 +15,7 @@ from mtmegatron.parallel.canonical.exact import GRADIENT, Exact
 def norm(x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, exact: Exact) -> Tensor:
     """w (x - m) / sqrt(mean((x - m)^2) + eps) + b, with m = mean(x) where there is a bias (layer norm), else 0 (RMS norm).
 
-    Shapes: [.., D] -> [.., D]."""
+    Shapes: [.., D] -> [.., D], in the dtype of the weight."""
     return _Norm.apply(x, weight, bias, eps, exact)
 
 
@@ -25,7 +25,7 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.bias, ctx.eps, ctx.exact, ctx.weight = bias, eps, exact, weight
         y = _normed(x, eps, bias is not None)[0] * weight
-        return (y if bias is None else y + bias).to(x.dtype)
+        return (y if bias is None else y + bias).to(weight.dtype)
 
     @staticmethod
     def backward(ctx, dy):
