@@ -78,7 +78,6 @@ MORE: Table = {
     },
     "micro-batch": {"4": {"micro_batch": 4}},
     "precision": {"fp64": {}},
-    "residual": {"compute": {}, "fp32": {"train.residual": "fp32"}},
     "experts": {
         "none": {},
         "softmax": {"model.moe.experts": 4, "model.moe.score_after": True, "model.moe.global_loss": 0.02, "model.moe.z_loss": 1e-3},
