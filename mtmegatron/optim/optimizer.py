@@ -28,7 +28,7 @@ from mtmegatron.optim.onebit import OneBit, Residual
 from mtmegatron.optim.onebit_lamb import FRESH, OneBitLamb, WarmUp
 from mtmegatron.optim.state import State
 from mtmegatron.optim.zeroone import ZeroOne
-from mtmegatron.parallel.data import Bucket, Buckets
+from mtmegatron.parallel.data import Bucket, Buckets, flat
 from mtmegatron.precision.types import Types
 
 PIECE = 1 << 18  # elements of each array that an update touches at a time: they stay in the cache, and calls are few (measured)
@@ -98,12 +98,12 @@ class Optimizer:
             yield self._state(bucket, kind, mine, values[inside], gradients[inside], runs)
 
     def _state(self, bucket: Bucket, kind: str, owned: slice, values: Tensor, gradients: Tensor, runs: list[Run]) -> State:
-        wide = self.types.master
-        apart = self.onebit is not None and self.onebit.is_local(bucket)
-        master = values.to(wide, copy=apart) if self.config.masters else values
+        wide, size = self.types.master, values.numel()
+        apart = values.dtype != wide or self.onebit is not None and self.onebit.is_local(bucket)
+        master = flat(size, wide, values.device).copy_(values) if apart and self.config.masters else values
         first, second = {"fp32": (wide, wide), "bf16": (torch.bfloat16, torch.bfloat16), "fp8": (FP8, torch.bfloat16)}[self.config.moments]
         names = moments_of(kind, self.config)
-        moments = {name: torch.zeros_like(values, dtype=second if name == "exp_avg_sq" else first) for name in names}
+        moments = {name: flat(size, second if name == "exp_avg_sq" else first, values.device) for name in names}
         if self.onebit and moments:
             moments["exp_avg"] = self.onebit.momentum(bucket)[owned]
             moments |= {FRESH: torch.zeros_like(master)} if isinstance(self.onebit, OneBitLamb) else {}

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from mtmegatron.device import in_large_pages
 from mtmegatron.layout import share
 from mtmegatron.mesh import Axis, Mesh, Pending
 from mtmegatron.parallel.canonical.exact import GRADIENT, number
@@ -100,8 +101,8 @@ class Bucket:
         block = ALIGN * self.axis.size
         total = -(-position // block) * block
         device = order[0][1].device
-        self.values = torch.zeros(total, dtype=types.compute, device=device)
-        self.gradients = torch.zeros(total, dtype=types.sums, device=device)
+        self.values = flat(total, types.compute, device)
+        self.gradients = flat(total, types.sums, device)
         for item in self.items:
             self._adopt(item)
         self.own_values = self.values[self.shard].clone() if self.loose_values else self.values[self.shard]
@@ -183,6 +184,11 @@ class Bucket:
         if self.loose_values and _exists(self.values):
             self.finish_gather()
             _release(self.values)
+
+
+def flat(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A flat buffer of zeros. Shapes: [size]."""
+    return in_large_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
 
 
 def _exists(buffer: Tensor) -> bool:
