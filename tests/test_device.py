@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtmegatron import device as module
-from mtmegatron.device import Device, choose_device
+from mtmegatron.device import Device, choose_device, flat_zeros
 from mtmegatron.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -264,3 +264,12 @@ def test_musa_module_is_called_with_this_ranks_device(musa: dict) -> None:
 
 def test_what_the_module_lacks_has_a_default(musa: dict) -> None:
     assert musa["memory"] == [10, 20, 0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("size", [0, 5, (1 << 20) + 3])
+def test_flat_buffers_are_zeros_whatever_their_size(size, device):
+    buffers = [flat_zeros(size, dtype, torch.device(device)) for dtype in (torch.float32, torch.bfloat16, torch.int64)]
+    assert [b.shape for b in buffers] == [(size,)] * 3 and all(b.is_meta or not b.any() for b in buffers)
+    for buffer in buffers:
+        buffer.fill_(1)  # every page is there

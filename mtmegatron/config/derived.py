@@ -1,7 +1,10 @@
 """Facts that follow from a configuration: its layout, the names of its layers, which optimizers it has."""
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
 from mtmegatron.config.model import ModelConfig
-from mtmegatron.config.schema import Config, OptimizerConfig
+from mtmegatron.config.schema import Config, OptimizerConfig, TrainConfig
 from mtmegatron.layout import Layout
 
 WARM_UP = {"onebit-adam": "adamw", "onebit-lamb": "lamb", "zeroone-adam": "adamw"}  # kinds of one bit, and what they are before they compress
@@ -32,6 +35,16 @@ def idle_in(precision: str) -> dict[str, str]:
     fp8, fp16 = precision.startswith("fp8-"), precision == "fp16"
     needs = {"fp8": (fp8, "an fp8 precision"), "loss_scale": (fp16, "fp16"), "residual": (fp8 or fp16 or precision == "bf16", "bf16, fp16 or fp8")}
     return {name: other for name, (used, other) in needs.items() if not used}
+
+
+def idle_defaults(precision: str) -> dict[str, object]:
+    """The same settings as they are where nobody gives them: what a run in another precision than its configuration's has."""
+    return {name: TrainConfig.model_fields[name].default for name in idle_in(precision)}
+
+
+def fits(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name matches one of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def linear_layers(model: ModelConfig) -> list[str]:

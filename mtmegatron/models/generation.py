@@ -23,7 +23,7 @@ from mtmegatron.batch import IGNORE, Batch, Bounds
 from mtmegatron.checkpoint.state import load_weights
 from mtmegatron.checkpoint.store import Store
 from mtmegatron.config.constraints import check
-from mtmegatron.config.derived import idle_in
+from mtmegatron.config.derived import idle_defaults
 from mtmegatron.config.load import validate
 from mtmegatron.config.schema import Config, OptimizerConfig
 from mtmegatron.errors import UserError
@@ -266,7 +266,7 @@ def generation_config(store: Store, layout: dict[str, object], precision: str | 
     if precision not in (None, *TYPES):
         raise UserError(f"precision {precision}: use {', '.join(TYPES)}")
     train = {"precision": precision or saved.train.precision, "micro_batch": t, "global_batch": t * d}
-    train |= {name: type(saved.train).model_fields[name].default for name in idle_in(train["precision"])}
+    train |= idle_defaults(train["precision"])
     update = {
         "parallel": parallel.model_copy(update={"data": d}),
         "optimizer": OptimizerConfig(),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mtmegatron.config.schema import OptimizerConfig
 from mtmegatron.errors import UserError
-from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, moments_of
+from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, follow, moments_of
 from mtmegatron.optim.state import State
 
 
@@ -50,10 +50,9 @@ class Compiled:
     def update(self, state: State, numbers: Numbers, clip_factor: float) -> None:
         """One update of a state, and with it of its average and its weights."""
         for own, run in state.runs(numbers):
-            values = state.values[own] if state.values is not state.master else None
-            average = state.ema["ema"][own] if state.ema else None
+            followers = (None if t is None else t[own] for t in state.followers)
             moments = [moment[own] for moment in state.moments.values()]
-            self._run(state.kind, run, clip_factor, state.master[own], state.gradients[own], moments, values, average)
+            self._run(state.kind, run, clip_factor, state.master[own], state.gradients[own], moments, *followers)
 
     def _run(self, kind: str, n: Numbers, clip: float, w: Tensor, g: Tensor, moments: list[Tensor], values: Tensor | None, average: Tensor | None) -> None:
         if w.is_meta:  # a step that is only described
@@ -68,9 +67,6 @@ def _pass(kind: str, config: OptimizerConfig) -> Callable:
     def update(w, g, moments, values, average, decays, numbers):
         lr, decay, first, second, clip = numbers.unbind()
         rule(Scalars(config, lr, decay, first, second, decays), w, g * clip, *moments)
-        if average is not None:
-            average.mul_(config.ema).add_(w * (1 - config.ema))
-        if values is not None:
-            values.copy_(w)
+        follow(config, w, values, average)
 
     return torch.compile(update, dynamic=True, fullgraph=True, isolate_recompiles=True)

@@ -116,6 +116,14 @@ def _fused(kernel, n: Numbers, w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> No
     )  # fmt: skip
 
 
+def follow(c: OptimizerConfig, w: Tensor, values: Tensor | None, average: Tensor | None) -> None:
+    """After an update of w: its average, and the weights that the model computes with, where there are some apart from w."""
+    if average is not None:
+        average.mul_(c.ema).add_(w.to(average.dtype) * (1 - c.ema))
+    if values is not None:
+        values.copy_(w)
+
+
 ELEMENTWISE = {"adamw": adamw, "adam": adam, "sgd": sgd, "lion": lion}
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mtmegatron.config.schema import OptimizerConfig
+from mtmegatron.device import flat_zeros
 from mtmegatron.optim.elementwise import Numbers
 from mtmegatron.optim.state import State
 from mtmegatron.parallel.compress import CompressedMean
@@ -173,5 +174,5 @@ class OneBit:
 
 
 def _whole(bucket: Bucket, dtype: torch.dtype) -> Whole:
-    momentum = torch.zeros_like(bucket.values, dtype=dtype)
+    momentum = flat_zeros(bucket.values.numel(), dtype, bucket.values.device)
     return Whole(bucket, momentum, CompressedMean(bucket.axis, momentum))

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from mtmegatron.config.derived import WARM_UP, optimizers
 from mtmegatron.config.schema import OptimizerConfig
+from mtmegatron.device import flat_zeros
 from mtmegatron.optim.codes import FP8
 from mtmegatron.optim.compiled import Compiled
-from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, moments_of
+from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers, follow, moments_of
 from mtmegatron.optim.groups import Setting, setting_of
 from mtmegatron.optim.lamb import Lamb
 from mtmegatron.optim.muon import Muon
@@ -28,7 +29,7 @@ from mtmegatron.optim.onebit import OneBit, Residual
 from mtmegatron.optim.onebit_lamb import FRESH, OneBitLamb, WarmUp
 from mtmegatron.optim.state import State
 from mtmegatron.optim.zeroone import ZeroOne
-from mtmegatron.parallel.data import Bucket, Buckets, flat
+from mtmegatron.parallel.data import Bucket, Buckets
 from mtmegatron.precision.types import Types
 
 PIECE = 1 << 18  # elements of each array that an update touches at a time: they stay in the cache, and calls are few (measured)
@@ -100,14 +101,14 @@ class Optimizer:
     def _state(self, bucket: Bucket, kind: str, owned: slice, values: Tensor, gradients: Tensor, runs: list[Run]) -> State:
         wide, size = self.types.master, values.numel()
         apart = values.dtype != wide or self.onebit is not None and self.onebit.is_local(bucket)
-        master = flat(size, wide, values.device).copy_(values) if apart and self.config.masters else values
+        master = flat_zeros(size, wide, values.device).copy_(values) if apart and self.config.masters else values
         first, second = {"fp32": (wide, wide), "bf16": (torch.bfloat16, torch.bfloat16), "fp8": (FP8, torch.bfloat16)}[self.config.moments]
         names = moments_of(kind, self.config)
-        moments = {name: flat(size, second if name == "exp_avg_sq" else first, values.device) for name in names}
+        moments = {name: flat_zeros(size, second if name == "exp_avg_sq" else first, values.device) for name in names}
         if self.onebit and moments:
             moments["exp_avg"] = self.onebit.momentum(bucket)[owned]
             moments |= {FRESH: torch.zeros_like(master)} if isinstance(self.onebit, OneBitLamb) else {}
-        ema = {"ema": values.to(wide, copy=True)} if self.config.ema is not None and kind != "frozen" else {}
+        ema = {"ema": flat_zeros(size, wide, values.device).copy_(values)} if self.config.ema is not None and kind != "frozen" else {}
         settings = [(run.setting, slice(run.start - owned.start, run.stop - owned.start)) for run in runs]
         return State(bucket, kind, owned, values, gradients, master, moments, ema, settings)
 
@@ -158,11 +159,7 @@ class Optimizer:
                 self._after(state, piece)
 
     def _after(self, state: State, piece: slice) -> None:
-        """The average of the weights, and the weights that the model computes with."""
-        for average in state.ema.values():
-            average[piece].mul_(self.config.ema).add_(state.master[piece].to(average.dtype) * (1 - self.config.ema))
-        if state.values is not state.master:
-            state.values[piece].copy_(state.master[piece])
+        follow(self.config, state.master[piece], *(None if t is None else t[piece] for t in state.followers))
 
     def publish(self) -> None:
         """Rounds the masters into the weights and gathers them."""

@@ -39,6 +39,11 @@ class State:
         """What a checkpoint holds, by name."""
         return {"master": self.master} | self.moments | self.ema
 
+    @property
+    def followers(self) -> tuple[Tensor | None, Tensor | None]:
+        """What an update of the masters changes too: the weights that the model computes with, where they are apart, and the average."""
+        return None if self.values is self.master else self.values, self.ema.get("ema")
+
     def runs(self, numbers: Numbers) -> Iterator[tuple[slice, Numbers]]:
         """Runs of elements with their own rate and decay."""
         for setting, own in self.settings:

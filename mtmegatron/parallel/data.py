@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mtmegatron.device import in_large_pages
+from mtmegatron.device import flat_zeros
 from mtmegatron.layout import share
 from mtmegatron.mesh import Axis, Mesh, Pending
 from mtmegatron.parallel.canonical.exact import GRADIENT, number
@@ -101,14 +101,14 @@ class Bucket:
         block = ALIGN * self.axis.size
         total = -(-position // block) * block
         device = order[0][1].device
-        self.values = flat(total, types.compute, device)
-        self.gradients = flat(total, types.sums, device)
+        self.values = flat_zeros(total, types.compute, device)
+        self.gradients = flat_zeros(total, types.sums, device)
         for item in self.items:
             self._adopt(item)
         self.own_values = self.values[self.shard].clone() if self.loose_values else self.values[self.shard]
-        self.own_sums = torch.zeros_like(self.gradients[self.shard]) if self.loose_gradients else self.gradients[self.shard]
+        self.own_sums = flat_zeros(total // self.axis.size, types.sums, device) if self.loose_gradients else self.gradients[self.shard]
         sums = self.gradients if self.zero == 0 else self.own_sums
-        self.reduced = sums if types.sums == types.gradient else torch.zeros(sums.shape, dtype=types.gradient, device=device)
+        self.reduced = sums if types.sums == types.gradient else flat_zeros(len(sums), types.gradient, device)
         self.own_gradients = self.reduced[self.shard] if self.zero == 0 else self.reduced
         if self.loose_gradients:
             _release(self.gradients)
@@ -184,11 +184,6 @@ class Bucket:
         if self.loose_values and _exists(self.values):
             self.finish_gather()
             _release(self.values)
-
-
-def flat(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat buffer of zeros. Shapes: [size]."""
-    return in_large_pages(torch.empty(size, dtype=dtype, device=device)).zero_()
 
 
 def _exists(buffer: Tensor) -> bool:

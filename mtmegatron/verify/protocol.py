@@ -25,7 +25,7 @@ from mtmegatron.config.constraints import check
 from mtmegatron.config.derived import (
     TWO_MOMENTS,
     depends_on_micro_batch,
-    idle_in,
+    idle_defaults,
     layout_of,
     optimizers,
 )
@@ -179,9 +179,8 @@ def laid_out(config: Config, layout: dict, precision: str) -> Config:
     tree["recompute"] = {"mode": layout.get("recompute", "none")} | {key: layout[key] for key in RECOMPUTE if key in layout}
     settings = {key: value for key, value in layout.items() if key not in ("micro_batch", "recompute", *RECOMPUTE)}
     tree["parallel"] = {key: getattr(config.parallel, key) for key in ("bucket_mb", "overlap", "shared_memory")} | settings
-    unused = {name: type(config.train).model_fields[name].default for name in idle_in(precision)}
     tree["optimizer"]["masters"] |= not (precision == "bf16" or precision.startswith("fp8-"))  # other weights are their own, or need them
-    tree["train"] |= unused | {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
+    tree["train"] |= idle_defaults(precision) | {"precision": precision, "micro_batch": layout.get("micro_batch", config.train.micro_batch)}
     return validate(tree, f"layout {describe(layout)}")
 
 

@@ -1,4 +1,5 @@
-"""Moments and weights that are kept in bf16: how they are rounded, that no layout and no resume changes a draw, what they cost in loss and save in memory."""
+"""Moments and weights that are kept in bf16: how they are rounded, what they cost in loss and save in memory; and that no layout and no resume changes
+a draw, in bf16 or fp8. What is particular to fp8 is in test_narrow.py."""
 
 import math
 from functools import cache
@@ -20,6 +21,7 @@ from tests.tiny import tiny
 
 BF16 = {"moments": "bf16"}
 BARE = {"moments": "bf16", "masters": False}
+KINDS = pytest.mark.parametrize("moments", ["bf16", "fp8"])
 SMALL = {"model": {"layers": 2, "bias_qkv": True}}
 
 
@@ -110,13 +112,14 @@ HELD_TWICE = {"model": {"layers": 2, "tied": True, "moe": {"experts": 4, "top_k"
 TWICE = [{"data": 2, "expert": 2, "zero": 1}, {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2}, {"pipeline": 2}, {"tensor": 4}]
 
 
+@KINDS
 @pytest.mark.parametrize("model, optimizer, precision, layouts", [
     ({"model": {"layers": 3}}, BARE, "fp8-rowwise", LAYOUTS), (SMALL, BF16, "fp32", LAYOUTS), (SMALL, BARE | {"kind": "adam", "ema": 0.9}, "bf16", LAYOUTS[:2]),
     (SMALL, BARE | {"kind": "lion"}, "bf16", LAYOUTS[:2]), (SMALL, BF16 | {"kind": "sgd"}, "fp64", LAYOUTS[:2]), (HELD_TWICE, BARE, "bf16", TWICE),
 ], ids=["adamw", "adamw-masters", "adam", "lion", "sgd", "held-twice"])  # fmt: skip
-def test_equal_gradients_give_equal_bits_in_every_layout(model, optimizer, precision, layouts, pool, tmp_path):
-    """Also of what several ranks hold: a tied table on two stages, key heads under more tensor ranks; and of experts."""
-    config = tiny(model, optimizer=optimizer)
+def test_equal_gradients_give_equal_bits_in_every_layout(model, optimizer, precision, layouts, moments, pool, tmp_path):
+    """Also of what several ranks hold: a tied table on two stages, key heads under more tensor ranks; and of experts. In fp8: codes times scales."""
+    config = tiny(model, optimizer=optimizer | {"moments": moments})
     right = after_updates(pool, config, {}, tmp_path / "serial", precision)
     for number, layout in enumerate(layouts):
         assert same_bits(after_updates(pool, config, layout, tmp_path / str(number), precision), right), layout
@@ -160,15 +163,16 @@ def test_without_masters_small_updates_add_up():
 
 
 @cache
-def reference():
-    return serial_reference(tiny(SMALL, optimizer=BARE), ("fp32", "bf16"))
+def reference(moments: str):
+    return serial_reference(tiny(SMALL, optimizer=BARE | {"moments": moments}), ("fp32", "bf16"))
 
 
+@KINDS
 @pytest.mark.parametrize("layout", [{"data": 2, "zero": 1}, {"tensor": 2}], ids=str)
-def test_layouts_keep_parity(layout, pool):
+def test_layouts_keep_parity(layout, moments, pool):
     """In fp64, where weights have masters, no draw turns on a rounding error; in bf16 all draw."""
     for precision in ("fp64", "bf16"):
-        failed = [c for c in compare(tiny(SMALL, optimizer=BARE), layout, precision, reference(), pool) if not c.passed]
+        failed = [c for c in compare(tiny(SMALL, optimizer=BARE | {"moments": moments}), layout, precision, reference(moments), pool) if not c.passed]
         assert not failed, failed
 
 
@@ -190,8 +194,9 @@ def test_training_is_as_good_as_with_wide_state():
 RUN = {"train": {"steps": 4, "micro_batch": 1, "eval_batches": 1}, "checkpoint": {"every": 2}}
 
 
-def test_a_run_that_was_cut_off_repeats_its_draws(pool, tmp_path):
-    config, layout = tiny(SMALL, RUN, optimizer=BARE | {"ema": 0.5}), {"tensor": 2, "data": 2, "zero": 1}
+@KINDS
+def test_a_run_that_was_cut_off_repeats_its_draws(moments, pool, tmp_path):
+    config, layout = tiny(SMALL, RUN, optimizer=BARE | {"moments": moments, "ema": 0.5}), {"tensor": 2, "data": 2, "zero": 1}
     run(pool, config, layout, tmp_path / "whole", "bf16")
     run(pool, config, layout, tmp_path / "cut", "bf16", stop=2)
     run(pool, config, layout, tmp_path / "cut", "bf16")

@@ -1,8 +1,8 @@
-"""First moments in fp8: codes and their rounding, scales that bound an update, layouts, resume, checkpoints of other runs, loss, memory."""
+"""First moments in fp8: codes and their rounding, scales that bound an update, checkpoints of other runs, loss, memory. Layouts and resume are in
+test_moments.py, beside those of moments in bf16."""
 
 import math
 from collections import Counter
-from functools import cache
 
 import pytest
 import torch
@@ -19,18 +19,8 @@ from mtmegatron.optim.elementwise import ELEMENTWISE, Numbers
 from mtmegatron.optim.narrow import draws, momentum_limit
 from mtmegatron.plan.account import account
 from mtmegatron.plan.collectives import record_step
-from mtmegatron.verify.protocol import compare, serial_reference
-from tests.field.training import contents, engine_of, run, same_bits, spread, state_of
-from tests.optim.test_moments import (
-    HELD_TWICE,
-    LAYOUTS,
-    RUN,
-    SMALL,
-    TWICE,
-    after_updates,
-    losses,
-    passed_on,
-)
+from tests.field.training import contents, engine_of, same_bits, spread
+from tests.optim.test_moments import SMALL, after_updates, losses, passed_on
 from tests.tiny import tiny
 
 EIGHT = {"moments": "fp8"}
@@ -182,22 +172,6 @@ def test_small_elements_beside_large_ones_do_not_leap():
     assert many > 100, "codes that are far too large were there"
 
 
-# ---- layouts ----
-
-
-@pytest.mark.parametrize("model, optimizer, precision, layouts", [
-    ({"model": {"layers": 3}}, BARE, "fp8-rowwise", LAYOUTS), (SMALL, EIGHT, "fp32", LAYOUTS),
-    (SMALL, BARE | {"kind": "adam", "ema": 0.9}, "bf16", LAYOUTS[:2]),
-    (SMALL, BARE | {"kind": "lion"}, "bf16", LAYOUTS[:2]), (SMALL, EIGHT | {"kind": "sgd"}, "fp64", LAYOUTS[:2]), (HELD_TWICE, BARE, "bf16", TWICE),
-], ids=["adamw", "adamw-masters", "adam", "lion", "sgd", "held-twice"])  # fmt: skip
-def test_equal_gradients_give_equal_bits_in_every_layout(model, optimizer, precision, layouts, pool, tmp_path):
-    """Weights, codes times scales, and second moments; also of what several ranks hold, and of experts."""
-    config = tiny(model, optimizer=optimizer)
-    right = after_updates(pool, config, {}, tmp_path / "serial", precision)
-    for number, layout in enumerate(layouts):
-        assert same_bits(after_updates(pool, config, layout, tmp_path / str(number), precision), right), layout
-
-
 def test_the_first_update_is_that_of_wide_state_rounded_once(pool, tmp_path):
     found, right = (after_updates(pool, tiny(SMALL, optimizer=o), {}, tmp_path / str(i), "bf16", 1) for i, o in enumerate((EIGHT, {})))
     for key, value in found.items():
@@ -205,18 +179,6 @@ def test_the_first_update_is_that_of_wide_state_rounded_once(pool, tmp_path):
         smallest = 2.0**-9 / 224 * float(right[key].abs().max()) * (step == 2.0**-3)
         bound = step * right[key].abs() + smallest + 16 * 2**-24 * float(right[key].abs().max())
         assert ((value.float() - right[key]).abs() <= bound).all(), key
-
-
-@cache
-def reference():
-    return serial_reference(tiny(SMALL, optimizer=BARE), ("fp32", "bf16"))
-
-
-@pytest.mark.parametrize("layout", [{"data": 2, "zero": 1}, {"tensor": 2}], ids=str)
-def test_layouts_keep_parity(layout, pool):
-    for precision in ("fp64", "bf16"):
-        failed = [c for c in compare(tiny(SMALL, optimizer=BARE), layout, precision, reference(), pool) if not c.passed]
-        assert not failed, failed
 
 
 @pytest.mark.parametrize("kind, lr", [("adamw", 3e-3), ("lion", 1e-3), ("sgd", 0.3)])
@@ -229,14 +191,6 @@ def test_training_is_as_good_as_with_wide_state(kind, lr):
 
 
 # ---- checkpoints ----
-
-
-def test_a_run_that_was_cut_off_goes_on_bit_for_bit(pool, tmp_path):
-    config, layout = tiny(SMALL, RUN, optimizer=BARE | {"ema": 0.5}), {"tensor": 2, "data": 2, "zero": 1}
-    run(pool, config, layout, tmp_path / "whole", "bf16")
-    run(pool, config, layout, tmp_path / "cut", "bf16", stop=2)
-    run(pool, config, layout, tmp_path / "cut", "bf16")
-    assert same_bits(state_of(tmp_path / "cut", 4), state_of(tmp_path / "whole", 4))
 
 
 @pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2, "zero": 2}, {"pipeline": 2, "data": 2, "zero": 3}], ids=str)

@@ -1,11 +1,11 @@
 """Rules of training: learning rates, optimizers, batches, data, precision."""
 
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 
 from mtmegatron.config.derived import (
     TWO_MOMENTS,
     WARM_UP,
+    fits,
     high_precision,
     idle_in,
     linear_layers,
@@ -140,10 +140,10 @@ def _precision(config: Config, resolved: Config, world: int) -> Iterator[str]:
     if train.fp8.interval > train.fp8.history:
         yield f"`train.fp8.interval: {train.fp8.interval}` is longer than `history: {train.fp8.history}`: make it shorter"
     names, high = linear_layers(resolved.model), high_precision(resolved)
-    unmatched = [pattern for pattern in train.fp8.high_precision or () if not any(fnmatchcase(name, pattern) for name in names)]
+    unmatched = [pattern for pattern in train.fp8.high_precision or () if not any(fits(name, [pattern]) for name in names)]
     if fp8 and unmatched:
         yield f"`train.fp8.high_precision: {unmatched[0]}` matches no linear layer: use names as {names[0]}, with * for any characters"
-    elif fp8 and all(any(fnmatchcase(name, pattern) for pattern in high) for name in names):
+    elif fp8 and all(fits(name, high) for name in names):
         yield f"`train.precision: {train.precision}` leaves no linear layer in fp8 (`model.layers: {model.layers}`): give train.fp8.high_precision fewer, or []"
     if train.loss_scale.initial < train.loss_scale.minimum:
         yield f"`train.loss_scale.initial: {train.loss_scale.initial:g}` is below `minimum: {train.loss_scale.minimum:g}`: swap them or lower it"
