@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mtmegatron.errors import UserError
+from mtmegatron.verify.protocol import compare, serial_reference
 from tests.field.training import engine_of, joined, parts_of
 from tests.optim.test_optim import gradient
 from tests.tiny import tiny
@@ -51,6 +52,14 @@ def test_a_run_learns_the_same():
             engine.optimizer.step(1e-2, 1.0)
         runs.append(joined([parts_of(engine)]))
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[1])
+
+
+@pytest.mark.parametrize("layout", [{"tensor": 2, "data": 2, "zero": 2}, {"pipeline": 2, "context": 2, "schedule": "zb-h1", "recompute": "full"}], ids=str)
+def test_layouts_keep_parity(layout, pool):
+    config = tiny(optimizer={"compiled": True, "ema": 0.9})
+    reference = serial_reference(config, ("fp32", "bf16"))
+    failed = [c for precision in ("fp64", "bf16") for c in compare(config, layout, precision, reference, pool, timeout=240.0) if not c.passed]
+    assert not failed, failed
 
 
 def test_without_a_compiler_the_run_does_not_begin(monkeypatch):
